@@ -496,9 +496,9 @@ _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: 
 LEAD = re.compile(
     "|".join(
         (
-            # [Wed 2026-02-18 20:48 UTC] and, in older envelopes, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC]
-            rf"(?P<stamp>\[(?:(?P<label>{_CHANNEL}(?: [^\]\n]{{1,120}}?)??)(?: \+\d+[smhd])? (?:{_WEEKDAY} )?|"
-            rf"{_WEEKDAY} ){_TIME}\](?: |(?=\n)|$))",
+            # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a
+            # weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored, and never vary.
+            rf"(?P<stamp>\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_WEEKDAY} {_TIME}\](?: |(?=\n)|$))",
             rf"(?P<block>{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$))",
             r"(?P<context>(?:Conversation context \(untrusted[^\n]*\)|Untrusted context \(metadata[^\n]*\)):\n"
             r"(?:[^\n]+\n)+(?:\n|$))",
@@ -646,15 +646,15 @@ def strip_block_ids(text: str) -> tuple[str, int]:
     return text, total + lines
 
 
-ID_LINE = re.compile(r"(?:\A|\n)\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\](?=\n|\Z)")
+# A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
+ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n+(?=.)", re.M | re.S)
 
 
 def strip_stamp(text: str) -> tuple[str, int]:
-    """Drop the time stamp at the start of a user text, or after OpenClaw's blocks; an envelope's label stays."""
+    """Drop the time stamp at the start of a user text, or after OpenClaw's blocks."""
     for match in lead(text):
         if match["stamp"] is not None:
-            label = f"[{match['label']}] " if match["label"] else ""
-            return text[: match.start()] + label + text[match.end() :], 1
+            return text[: match.start()] + text[match.end() :], 1
     return text, 0
 
 
@@ -896,6 +896,10 @@ LIFTS = (
     _lift(
         "OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
         "the runtime line without a session id, which is stable",
+    ),
+    _lift(
+        "OpenClaw 9.6", "sessions_list", r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+        "the same words without a list of sessions",
     ),
     _lift(
         "Claude Code to 2.1.2xx", "gitStatus: ",
