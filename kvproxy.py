@@ -97,7 +97,9 @@ class Config:
     )
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger, the A of an A/B test")
     strip_message_ids: str = setting(
-        "1", "drop per-message ids from OpenClaw's metadata; system: in system prompts only", choices=("0", "1", "system")
+        "1",
+        "drop per-message ids from OpenClaw's metadata; system: in system prompts only",
+        choices=("0", "1", "system"),
     )
     strip_timestamps: bool = setting(True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts")
     strip_billing: bool = setting(True, "drop Claude Code's x-anthropic-billing-header line from the system prompt")
@@ -105,7 +107,9 @@ class Config:
         (), "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...", kind="regex"
     )
     system_first: bool = setting(True, "merge system messages into one at the front; later ones become reminders")
-    lift: bool = setting(True, "move clocks, date lines and git snapshots from the system prompt to the newest user turn")
+    lift: bool = setting(
+        True, "move clocks, date lines and git snapshots from the system prompt to the newest user turn"
+    )
     lift_regex: tuple[str, ...] = setting(
         (), "a line of the system prompt to lift as well; more: LIFT_REGEX_2, _3, ...", kind="regex"
     )
@@ -123,7 +127,9 @@ class Config:
     warmup_heads: int = setting(4, "how many heads are remembered", low=1, high=64)
     keepalive_seconds: int = setting(0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000)
     connect_timeout: float = setting(5.0, "seconds to wait for a connection to the server", low=0.05, high=600)
-    read_timeout: float = setting(3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000)
+    read_timeout: float = setting(
+        3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000
+    )
     header_timeout: float = setting(15.0, "seconds a client may take to send a request's head", low=0.05, high=3600)
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
     max_connections: int = setting(2048, "client connections at a time; more are answered with 503", low=1, high=100000)
@@ -241,7 +247,7 @@ DIALECTS = {
 }
 # count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so they get its edits.
 DIALECT_PATH = re.compile(
-    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?", re.A
+    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?", re.ASCII
 )
 TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 SYSTEM_ROLES = frozenset(("system", "developer"))
@@ -367,9 +373,9 @@ def turn_of(item: Json) -> Turn:
     elif role not in ("user", "assistant", "tool", "reasoning"):
         role = "other"
     content = item.get("content")
-    if role == "user" and isinstance(content, list) and content:
-        if all(isinstance(part, dict) and part.get("type") == "tool_result" for part in content):
-            role = "tool"
+    parts = content if role == "user" and isinstance(content, list) else []
+    if parts and all(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts):
+        role = "tool"
     return Turn(role, item, "output" if "output" in item and "content" not in item else "content", item)
 
 
@@ -398,7 +404,9 @@ def guess_dialect(body: Json) -> Dialect:
         return DIALECTS["responses"]
     if "messages" not in body:
         return DIALECTS["completions"]
-    return DIALECTS["messages" if "system" in body or "max_tokens" in body and "stop" not in body else "chat/completions"]
+    return DIALECTS[
+        "messages" if "system" in body or "max_tokens" in body and "stop" not in body else "chat/completions"
+    ]
 
 
 class Unreadable(ValueError):
@@ -491,40 +499,35 @@ _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
+_EVENT = r"System(?: \(untrusted\))?:"
 _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 
-LEAD = re.compile(
-    "|".join(
-        (
-            # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a
-            # weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored, and never vary.
-            rf"(?P<stamp>\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_WEEKDAY} {_TIME}\](?: |(?=\n)|$))",
-            rf"(?P<block>{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$))",
-            r"(?P<context>(?:Conversation context \(untrusted[^\n]*\)|Untrusted context \(metadata[^\n]*\)):\n"
-            r"(?:[^\n]+\n)+(?:\n|$))",
-            r"(?P<current>Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: )",
-            r"(?P<event>System(?: \(untrusted\))?: \[\d{4}-\d\d-\d\d [^\n]*(?:\n+System(?: \(untrusted\))?: [^\n]*)*"
-            r"(?:\n+|$))",
-            r"(?P<runtime>OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)(?:\n+|$))",
-            r"(?P<internal><<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>(?:\n+|$))",
-            r"(?P<reminder><system-reminder>.*?</system-reminder>(?:\n+|$))",
-            r"(?P<environment><environment_(?P<env>context|details)>.*?</environment_(?P=env)>(?:\n+|$))",
-            r"(?P<reply>\[Replying to (?:[^\n]*\n)?.*?\[/Replying\](?:\n+|$))",
-            r"(?P<line>(?:\[(?:media attached|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$))",
-        )
-    ),
-    re.S,
+LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
+    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a weekday,
+    # [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored with the message, and never vary.
+    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_WEEKDAY} {_TIME}\](?: |(?=\n)|$)"),
+    ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
+    ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)"),
+    ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
+    ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
+    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)(?:\n+|$)"),
+    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>(?:\n+|$)"),
+    ("reminder", r"<system-reminder>.*?</system-reminder>(?:\n+|$)"),
+    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>(?:\n+|$)"),
+    ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\](?:\n+|$)"),
+    ("line", r"(?:\[(?:media attached|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
+LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
 TAIL = re.compile(
     r"\n+(?:\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]|Runtime: agent=[^\n]* \| [^\n]*|"
     r"<system-reminder>(?:(?!<system-reminder>).)*</system-reminder>|"
     r"<environment_details>(?:(?!<environment_details>).)*</environment_details>)\s*\Z",
-    re.S,
+    re.DOTALL,
 )
 
 
 def lead(text: str) -> list[re.Match[str]]:
-    """The decorations at the start of a user text, in order; `match.lastgroup`-like names tell the kind.
+    """The decorations at the start of a user text, in order; a match's group names are the kinds of LEADS.
 
     At most one stamp counts: a second one was typed by the person.
     """
@@ -586,7 +589,9 @@ def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tup
             if word[0] == '"' and opener == "{":
                 name = word[1:-1]
         if word in "{[":
-            value, last, count = drop_members(text, token.start(), keys if deep and name not in keys else frozenset(), deep)
+            value, last, count = drop_members(
+                text, token.start(), keys if deep and name not in keys else frozenset(), deep
+            )
             parts += [text[piece : token.start()], value]
             piece, at, removed = last, last, removed + count
         else:
@@ -647,7 +652,9 @@ def strip_block_ids(text: str) -> tuple[str, int]:
 
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
-ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n+(?=.)", re.M | re.S)
+ID_LINE = re.compile(
+    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n+(?=.)", re.MULTILINE | re.DOTALL
+)
 
 
 def strip_stamp(text: str) -> tuple[str, int]:
@@ -828,7 +835,9 @@ def system_first(view: View, report: Report) -> None:
                 slot = after.slots()[0]
                 slot.set(text + "\n\n" + slot.get())
                 continue
-            turn = turn_of({**{k: v for k, v in (turn.item or {}).items() if k == "type"}, "role": "user", "content": text})
+            turn = turn_of(
+                {**{k: v for k, v in (turn.item or {}).items() if k == "type"}, "role": "user", "content": text}
+            )
         kept.append(turn)
     view.turns = kept
     view.store()
@@ -888,7 +897,7 @@ _COMMITS = r"(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))+"
 
 
 def _lift(client: str, marker: str, pattern: str, spares: str) -> Lift:
-    return Lift(client, marker, re.compile(pattern, re.M), spares)
+    return Lift(client, marker, re.compile(pattern, re.MULTILINE), spares)
 
 
 LIFTS = (
@@ -955,7 +964,7 @@ def lift_rows(config: Config) -> tuple[Lift, ...]:
     """The table and the user's own patterns."""
     if not config.lift:
         return ()
-    return LIFTS + tuple(Lift("yours", "", re.compile(pattern, re.M), "") for pattern in config.lift_regex)
+    return LIFTS + tuple(Lift("yours", "", re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
 
 
 class Lifted(NamedTuple):
@@ -1202,9 +1211,9 @@ class Replay:
             before = max((i for i in path if i < index), default=None)
             parent = (units[before].key, path[before].serial) if before is not None else None
             own = None  # stands for "as it comes"
-            if unit.turn is not None and unit.turn.item is not None and unit.role() == "user":
-                if unit.turn.text().strip() + unit.turn.rest() != unit.said:
-                    own = stored_item(unit.turn.item)
+            turn = unit.turn if unit.role() == "user" else None
+            if turn is not None and turn.item is not None and turn.text().strip() + turn.rest() != unit.said:
+                own = stored_item(turn.item)
             items = [own, *(stored_item(turn.item) for turn in unit.carriers if turn.item is not None)]
             self.store.serial += 1
             path[index] = version = self.store.add(unit.key, Version(items, head, parent, self.store.serial))
@@ -1222,10 +1231,12 @@ class Replay:
             return
         known = self.store.tools
         spelled = [json.dumps(bare(tool)) for tool in tools]
-        names = [self.store.spelled.get(text) or digest(json.dumps(json.loads(text), sort_keys=True)) for text in spelled]
+        names = [
+            self.store.spelled.get(text) or digest(json.dumps(json.loads(text), sort_keys=True)) for text in spelled
+        ]
         if len(set(names)) != len(names):
             return
-        by_name = dict(zip(names, zip(tools, spelled)))
+        by_name = dict(zip(names, zip(tools, spelled, strict=True), strict=True))
         talk = digest(b"talk", units[0].key, next((unit.key for unit in units if unit.role() == "user"), b""))
         wanted = digest(b"set", *sorted(names))
         order = self.store.orders.get(wanted, names)
@@ -1304,7 +1315,9 @@ def set_down(units: list[Unit], last: int, lifted: list[Lifted], report: Report)
         said_before = said_before or said is not None
         if said != piece.text:
             due.append(piece.text)
-    takers = [i for i, unit in enumerate(units) if unit.role() == "user" and unit.turn is not None and unit.turn.slots()]
+    takers = [
+        i for i, unit in enumerate(units) if unit.role() == "user" and unit.turn is not None and unit.turn.slots()
+    ]
     if not due or not takers or (takers[-1] < last and said_before):
         return None  # in a tool loop a changed value waits for the next user turn
     turn = units[takers[-1]].turn
@@ -1336,7 +1349,9 @@ def stored_item(item: Json) -> Json:
     item = bare(item)
     content = item.get("content")
     if isinstance(content, list) and any(isinstance(part, dict) and "cache_control" in part for part in content):
-        item["content"] = [{k: v for k, v in p.items() if k != "cache_control"} if isinstance(p, dict) else p for p in content]
+        item["content"] = [
+            {k: v for k, v in p.items() if k != "cache_control"} if isinstance(p, dict) else p for p in content
+        ]
     return item
 
 
@@ -1486,6 +1501,21 @@ def segments_of(view: View) -> list[Segment]:
     return found
 
 
+def first_turn(segments: list[Segment]) -> int:
+    return next((i for i, segment in enumerate(segments) if segment.where.startswith("turn ")), len(segments))
+
+
+def tooled(names: Iterable[str]) -> bool:
+    return any(name.startswith("tool ") for name in names)
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two texts are versions of one: half of the longer one is common at the start and the end."""
+    prefix = common_prefix(a, b)
+    suffix = common_prefix(a[prefix:][::-1], b[prefix:][::-1])
+    return prefix + suffix > max(len(a), len(b)) / 2
+
+
 def tool_name(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = (function if isinstance(function, dict) else tool if isinstance(tool, dict) else {}).get("name")
@@ -1575,10 +1605,13 @@ ADVICE = {
 class Entry:
     """A prompt as it was forwarded: keys of its texts, and the chain of keys up to each segment."""
 
-    __slots__ = ("chain", "conversation", "keys", "names", "time")
+    __slots__ = ("chain", "conversation", "keys", "names", "opening", "time")
 
-    def __init__(self, conversation: str, names: list[str], keys: list[bytes], chain: list[bytes]) -> None:
-        self.conversation, self.names, self.keys, self.chain = conversation, names, keys, chain
+    def __init__(self, conversation: str, segments: list[Segment], keys: list[bytes], chain: list[bytes]) -> None:
+        self.conversation, self.keys, self.chain = conversation, keys, chain
+        self.names = [segment.where for segment in segments]
+        opening = first_turn(segments)
+        self.opening = keys[opening] if opening < len(keys) else b""
         self.time = time.monotonic()
 
 
@@ -1599,73 +1632,63 @@ class Ledger:
         """Compare a prompt with those before it, then remember it. What the server says comes later, in settle()."""
         keys = [digest(segment.text) for segment in segments]
         chain, last = [], b""
-        for segment, key in zip(segments, keys):
-            last = digest(last, segment.where.split(" (")[0].split(" ")[0], key)
+        for segment, key in zip(segments, keys, strict=True):
+            last = digest(last, segment.where, key)
             chain.append(last)
         with self.lock:
             verdict = self.compare(segments, chain, conversation)
             verdict.side = side
-            self.remember(Entry(conversation, [s.where for s in segments], keys, chain), segments)
+            self.remember(Entry(conversation, segments, keys, chain), segments)
         return verdict
 
     def compare(self, segments: list[Segment], chain: list[bytes], conversation: str) -> Verdict:
+        """Find the stored prompt with the longest common prefix, and say where they part and why."""
+        if not self.entries:
+            return Verdict()
         total = sum(len(segment.text) for segment in segments) or 1
         depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
         same = sum(len(segment.text) for segment in segments[:depth])
-        entry = self.entries[self.index[chain[depth - 1]]] if depth else self.nearest(segments)
-        if entry is None:
-            return Verdict()
+        entry = self.counterpart(segments, chain, depth, conversation)
         verdict = Verdict("extended", same / total)
-        verdict.since = [e.conversation for e in self.entries.values() if e.time > entry.time]
-        if any(self.ends[key] for key in chain[:depth]):
-            ended = next(i for i in range(depth, 0, -1) if self.ends[chain[i - 1]])
-            verdict.share = sum(len(segment.text) for segment in segments[:ended]) / total
-            if ended == depth or depth == len(chain):
-                return verdict
-            verdict.share = same / total
-        if depth == len(chain):
+        verdict.since = [other.conversation for other in self.entries.values() if other.time > entry.time]
+        if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
             return verdict
         old = self.texts[entry.keys[depth]][0] if depth < len(entry.keys) else ""
-        new = segments[depth].text
+        new, names, opening = segments[depth].text, [segment.where for segment in segments], first_turn(segments)
         at = common_prefix(old, new)
         verdict.share = (same + at) / total
-        verdict.where, verdict.kind = segments[depth].where, kind_of(old, new, at)
-        if segments[depth].where.startswith("tool ") and entry.names[depth:] != [s.where for s in segments[depth:]]:
-            names = [name for name in entry.names if name.startswith("tool ")]
-            now = [s.where for s in segments if s.where.startswith("tool ")]
-            verdict.kind = "tool order" if sorted(names) == sorted(now) else "tools"
+        verdict.where, verdict.kind = names[depth], kind_of(old, new, at)
         start = max(0, at - 20)
         verdict.before, verdict.after = old[start : at + 40], new[start : at + 40]
-        first = next((i for i, segment in enumerate(segments) if segment.where.startswith("turn")), len(segments))
-        if depth >= first and entry.conversation != conversation or depth == first:
-            verdict.name = "new branch"
-        elif verdict.share < 0.05 and depth == 0 and entry.conversation != conversation and not self.same_talk(entry, segments):
-            verdict.name = "cold"
+        if names[depth].startswith("tool "):
+            tools = [[name for name in side if name.startswith("tool ")] for side in (entry.names, names)]
+            if tools[0] != tools[1]:
+                verdict.kind = "tool order" if sorted(tools[0]) == sorted(tools[1]) else "tools"
+        if depth < opening:
+            ours = entry.opening == (digest(segments[opening].text) if opening < len(segments) else b"")
+            rewritten = (ours and tooled(entry.names) == tooled(names)) or alike(old, new)
+            verdict.name = "rewritten" if rewritten else "cold" if verdict.share < 0.05 else "new branch"
         else:
-            verdict.name = "rewritten" if self.same_talk(entry, segments) else "new branch"
+            history = any("(assistant)" in name for name in names[depth + 1 :])
+            known = depth > opening or entry.conversation == conversation
+            verdict.name = "rewritten" if history and known else "new branch"
         return verdict
 
-    def nearest(self, segments: list[Segment]) -> Entry | None:
-        """The newest entry of the same talk, else the newest at all, for a prompt that differs from the first segment."""
-        newest = list(self.entries.values())[:-17:-1]
-        return next((entry for entry in newest if self.same_talk(entry, segments)), newest[0] if newest else None)
-
-    def same_talk(self, entry: Entry, segments: list[Segment]) -> bool:
-        """Whether both begin with the same user turn, and the new one is not shorter in kind (a title request is)."""
-        def opening(names: list[str]) -> int:
-            return next((i for i, name in enumerate(names) if name.startswith("turn 1 ")), -1)
-
-        a, b = opening(entry.names), opening([segment.where for segment in segments])
-        tools = ["tool" in name.split(" ")[0] for name in entry.names]
-        return (
-            a >= 0 and b >= 0 and entry.keys[a] == digest(segments[b].text)
-            and any(tools) == any(segment.where.startswith("tool ") for segment in segments)
-        )  # fmt: skip
+    def counterpart(self, segments: list[Segment], chain: list[bytes], depth: int, conversation: str) -> Entry:
+        """The entry to compare with: the newest of this conversation if none has more in common, else that one."""
+        newest = list(reversed(self.entries.values()))
+        link = chain[depth - 1] if depth else b""
+        own = next((e for e in newest if e.conversation == conversation and link in (b"", *e.chain)), None)
+        if own is not None or depth:
+            return own or self.entries[self.index[link]]
+        opening = first_turn(segments)
+        talk = digest(segments[opening].text) if opening < len(segments) else b""
+        return next((e for e in newest if e.opening == talk), newest[0])
 
     def remember(self, entry: Entry, segments: list[Segment]) -> None:
         self.count += 1
         self.entries[self.count] = entry
-        for key, segment in zip(entry.keys, segments):
+        for key, segment in zip(entry.keys, segments, strict=True):
             held = self.texts.setdefault(key, [segment.text, 0])
             held[1] += 1
             if held[1] == 1:
@@ -1703,7 +1726,11 @@ def settle(verdict: Verdict, usage: Usage, conversation: str, idle_seconds: floa
             verdict.name = "not reported"
         return
     missing = verdict.share * usage.prompt - usage.cached
-    if verdict.name not in ("extended", "new branch") or usage.cached >= 0.6 * verdict.share * usage.prompt or missing < 64:
+    if (
+        verdict.name not in ("extended", "new branch")
+        or usage.cached >= 0.6 * verdict.share * usage.prompt
+        or missing < 64
+    ):
         return
     if verdict.name == "new branch" and verdict.share < 0.5:
         return
@@ -1733,7 +1760,7 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     metadata = body.get("client_metadata")
     if isinstance(metadata, dict) and "thread_title" in json.dumps(metadata):
         return "title"
-    if "title" in json.dumps(((body.get("output_config") or body.get("text") or {}) if not body.get("tools") else {})):
+    if "title" in json.dumps((body.get("output_config") or body.get("text") or {}) if not body.get("tools") else {}):
         return "title"
     if body.get("tools"):
         return ""
@@ -1901,7 +1928,9 @@ class Wire:
         """Close for good. `abort` sends RST, the only sign of a cut that a client without framing can see."""
         with contextlib.suppress(OSError):
             if abort:
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0))
+                self.sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+                )
             else:
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() alone does not
         with contextlib.suppress(OSError):
@@ -2039,7 +2068,9 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
     if not match:
         raise Refused(400, "This is not an HTTP request line.")
     if match[4] != b"1":
-        raise Refused(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://.")
+        raise Refused(
+            505, "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://."
+        )
     try:
         headers = parse_fields(lines)
         length = body_length(headers)
@@ -2296,7 +2327,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def respond(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "application/json") -> None:
         """An answer of the proxy's own, in one write."""
-        reason = self.responses.get(status, ("", ""))[0]  # type: ignore[call-overload]
+        reason = self.responses.get(status, ("", ""))[0]
         lines = [b"HTTP/1.1 %d %s" % (status, str(reason).encode()), b"Content-Type: " + kind.encode()]
         lines += [b"Content-Length: %d" % len(body), b"Cache-Control: no-store"]
         lines += [name + b": " + value for name, value in headers or []]
@@ -2348,7 +2379,7 @@ class Relay(BaseHTTPRequestHandler):
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             raise Refused(403, f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.")
 
-    def read_body(self, request: Request) -> bytes:
+    def read_body(self, request: Request) -> bytes | bytearray:
         """The whole body, within MAX_BODY_MB."""
         limit = self.proxy.config.max_body_mb << 20
         length = body_length(request.headers)
@@ -2363,8 +2394,8 @@ class Relay(BaseHTTPRequestHandler):
             del self.wire.buf[:length]
             while len(body) < (length or 0):
                 body += self.receive(min(1 << 20, (length or 0) - len(body)))
-            return bytes(body) if len(body) < 1 << 20 else body  # type: ignore[return-value]
-        body, out = bytearray(), []
+            return body
+        body, out = bytearray(), list[bytes]()
         while not chunks.done:
             if not self.wire.buf:
                 self.wire.buf += self.receive(65536)
@@ -2377,7 +2408,7 @@ class Relay(BaseHTTPRequestHandler):
             out.clear()
             if len(body) + chunks.left > limit:
                 raise Refused(413, f"The body has more bytes than MAX_BODY_MB allows ({limit}).")
-        return bytes(body)
+        return body
 
     def expect(self, request: Request) -> None:
         """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
@@ -2388,7 +2419,7 @@ class Relay(BaseHTTPRequestHandler):
         """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come for a minute."""
         if not readable(self.request, BODY_IDLE):
             raise Refused(408, "No byte of the request's body came for a minute.")
-        data = self.request.recv(size)
+        data: bytes = self.request.recv(size)
         if not data:
             raise ClientGone
         return data
@@ -2401,7 +2432,9 @@ class Relay(BaseHTTPRequestHandler):
         request = exchange.request
         streamed = body_length(request.headers) if exchange.forwarded is None else None
         if streamed is not None and streamed > self.proxy.config.max_body_mb << 20:
-            raise Refused(413, f"The body has {streamed} bytes; MAX_BODY_MB allows {self.proxy.config.max_body_mb << 20}.")
+            raise Refused(
+                413, f"The body has {streamed} bytes; MAX_BODY_MB allows {self.proxy.config.max_body_mb << 20}."
+            )
         head = self.request_head(exchange)
         upstream = self.proxy.backend.pool.take() if not streamed else None
         if upstream is not None:
@@ -2416,7 +2449,9 @@ class Relay(BaseHTTPRequestHandler):
             response = self.exchange_heads(exchange, upstream, self.request_head(exchange), streamed or 0)
         except Stale as stale:
             self.proxy.backend.lost()
-            raise Refused(502, f"The model server at {self.proxy.backend.name()} closed the connection: {stale}.") from None
+            raise Refused(
+                502, f"The model server at {self.proxy.backend.name()} closed the connection: {stale}."
+            ) from None
         self.relay(exchange, upstream, response)
 
     def connect(self) -> Upstream:
@@ -2534,9 +2569,8 @@ class Relay(BaseHTTPRequestHandler):
         if old or response.status == 101:
             self.close_connection = True
         headers = end_to_end(response.headers)
-        if response.framing == "chunked" or response.framing == "close":
-            if not old:
-                headers.append((b"Transfer-Encoding", b"chunked"))
+        if response.framing in ("chunked", "close") and not old:
+            headers.append((b"Transfer-Encoding", b"chunked"))
         headers += self.proxy.diagnosis(exchange)
         if self.close_connection:
             headers.append((b"Connection", b"close"))
@@ -2735,7 +2769,9 @@ class Backend:
                 elif found["product"] == "a model server" and isinstance(owner, str):
                     found["product"] = "LM Studio" if owner == "organization_owner" else f"a server of {owner}"
         if status not in (0, 200):
-            found["state"] = f"it answers {status} to /v1/models" + (" (loading, or a key is needed)" if status in (401, 503) else "")
+            found["state"] = f"it answers {status} to /v1/models" + (
+                " (loading, or a key is needed)" if status in (401, 503) else ""
+            )
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -2830,7 +2866,7 @@ class Server(socketserver.ThreadingMixIn, HTTPServer):
             return sum(self.open.values())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        self.proxy.log.error("a connection failed", exc_info=True)
+        self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
 class Proxy:
@@ -2841,7 +2877,7 @@ class Proxy:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
-        self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # not registered: no global state
+        self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
@@ -2887,7 +2923,7 @@ class Proxy:
         self.backend.pool.close()
         self.capture.close()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -2925,7 +2961,7 @@ class Proxy:
             exchange.report = Report(note=str(error))
         except Exception:
             exchange.report, exchange.view = Report(note="internal error"), None
-            self.log.error("a body could not be edited and was forwarded as it came", exc_info=True)
+            self.log.exception("a body could not be edited and was forwarded as it came")
 
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         config, dialect, report = self.config, exchange.dialect, exchange.report
@@ -2993,14 +3029,16 @@ class Proxy:
                 self.learn_late(exchange)
             view = exchange.view
             if view is not None:
-                headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in exchange.request.headers}
+                headers = {
+                    name.decode("latin-1").lower(): value.decode("latin-1") for name, value in exchange.request.headers
+                }
                 side = side_of(view.body, headers, view)
                 exchange.idle = exchange.started - self.last_end
                 exchange.was_away = self.backend.lost_at > 0 and self.backend.lost_at > self.ledger.away
                 self.ledger.away = self.backend.lost_at
                 exchange.verdict = self.ledger.judge(segments_of(view), exchange.trace.conversation, side)
         except Exception:
-            self.log.error("a request could not be explained", exc_info=True)
+            self.log.exception("a request could not be explained")
 
     def learn_late(self, exchange: Exchange) -> None:
         raw, dialect = exchange.received, exchange.dialect
@@ -3062,7 +3100,7 @@ class Proxy:
             warning = self.metrics.count(exchange)
             self.write_log(exchange, warning)
         except Exception:
-            self.log.error("a finished request could not be recorded", exc_info=True)
+            self.log.exception("a finished request could not be recorded")
 
     def write_log(self, exchange: Exchange, warning: str) -> None:
         if not self.log.isEnabledFor(logging.WARNING if warning else logging.INFO):
@@ -3098,7 +3136,11 @@ def log_lines(exchange: Exchange) -> list[str]:
     request, report, usage, verdict = exchange.request, exchange.report, exchange.usage, exchange.verdict
     parts = [f"{request.method} {request.path.split('?')[0]}"]
     if exchange.dialect is not None and request.method == "POST":
-        parts += [f"items={report.items}", f"ts_removed={report.ts_removed}", f"msg_ids_removed={report.msg_ids_removed}"]
+        parts += [
+            f"items={report.items}",
+            f"ts_removed={report.ts_removed}",
+            f"msg_ids_removed={report.msg_ids_removed}",
+        ]
         parts += [f"items_modified={report.items_modified}", f"stream={exchange.stream}"]
         named = ("billing_removed", "regex_removed", "system_moved", "lifted", "replayed", "dropped", "tools_restored")
         parts += [f"{name}={count}" for name in named if (count := getattr(report, name))]
@@ -3265,7 +3307,9 @@ class Capture:
 
 def open_private(path: str, flag: int) -> Any:
     """A text file to write that only its owner may read. Raises OSError."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "a" if flag & os.O_APPEND else "w", encoding="ascii")
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "a" if flag & os.O_APPEND else "w", encoding="ascii"
+    )
 
 
 class Warmup:
@@ -3324,7 +3368,7 @@ class Warmup:
         keep = {k: view.body[k] for k in ("model", "system", "instructions", "tools", "tool_choice") if k in view.body}
         systems = [turn.item for turn in view.turns[: view.leading()]]
         user: Json = {"role": "user", "content": "."}
-        body = {**keep, view.dialect.turns: [*systems, user], "stream": False}
+        body: Json = {**keep, view.dialect.turns: [*systems, user], "stream": False}
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
         if body.get("tool_choice") not in (None, "auto", "none"):
             del body["tool_choice"]
@@ -3371,7 +3415,10 @@ class Warmup:
                 continue
             if due:
                 due = not self.read(heads)
-            elif self.config.keepalive_seconds and time.monotonic() - self.proxy.last_end >= self.config.keepalive_seconds:
+            elif (
+                self.config.keepalive_seconds
+                and time.monotonic() - self.proxy.last_end >= self.config.keepalive_seconds
+            ):
                 self.read(heads[-1:])
 
     def read(self, heads: list[Json]) -> bool:
@@ -3543,17 +3590,20 @@ class Pages:
         if exchange.forwarded is not exchange.received:
             with contextlib.suppress(ValueError, RecursionError):
                 texts = [
-                    json.dumps(json.loads(raw or b"null"), indent=1, ensure_ascii=False).replace("\\n", "\n").splitlines()
+                    json.dumps(json.loads(raw or b"null"), indent=1, ensure_ascii=False)
+                    .replace("\\n", "\n")
+                    .splitlines()
                     for raw in (exchange.received, exchange.forwarded)
                 ]
-                row["diff"] = list(difflib.unified_diff(*texts, "received", "forwarded", lineterm="", n=2))
+                diff = difflib.unified_diff(texts[0], texts[1], "received", "forwarded", lineterm="", n=2)
+                row["diff"] = list(diff)
         return row
 
     def metrics(self) -> str:
         """Prometheus text format."""
         metrics, proxy = self.proxy.metrics, self.proxy
         rows: dict[str, list[tuple[str, float]]] = collections.defaultdict(list)
-        names = {
+        names: dict[str, tuple[str, str]] = {
             "requests": ("kvproxy_requests_total", "status"),
             "verdicts": ("kvproxy_verdicts_total", "verdict"),
             "edits": ("kvproxy_edits_total", "kind"),
@@ -3612,16 +3662,16 @@ class Pages:
             state, tone = f"The cache misses: only {100 * rate:.0f}% of the recent prompts was reused", "bad"
             causes = collections.Counter(name for _, _, name in metrics.window if name != "extended")
             hint = f"Most often: {VERDICTS[causes.most_common(1)[0][0]]}." if causes else ""
-        facts = (
+        facts = [
             ("tokens reused", f"{reused:,}"),
             ("tokens read", f"{read:,}"),
             ("time saved, about", duration(metrics.saved)),
             ("requests", f"{metrics.number:,}"),
             ("running", str(proxy.running)),
             ("server", html.escape(proxy.backend.name())),
-        )
+        ]
         if proxy.warmup.enabled():
-            facts += (("warm-up", html.escape(proxy.warmup.state)),)
+            facts.append(("warm-up", html.escape(proxy.warmup.state)))
         items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
         rows = "".join(self.item(exchange) for exchange in reversed(metrics.recent)) or "<li>None yet.</li>"
         return (
@@ -3646,7 +3696,10 @@ class Pages:
             for y, label in ((10, "100%"), (60, "50%"), (110, "0"))
         )
         mean = sum(share for _, share, _ in points) / len(points)
-        clock = time.strftime("%H:%M", time.localtime(points[0][0])), time.strftime("%H:%M", time.localtime(points[-1][0]))
+        clock = (
+            time.strftime("%H:%M", time.localtime(points[0][0])),
+            time.strftime("%H:%M", time.localtime(points[-1][0])),
+        )
         return (
             f'<svg viewBox="0 0 640 128" preserveAspectRatio="none" role="img" aria-label="Share of the prompt reused in the'
             f' last {len(points)} requests, {100 * mean:.0f}% on average">{grid}{bars}<text x="40" y="125">{clock[0]}</text>'
@@ -3685,7 +3738,7 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ---------------------------------------------------------------
 
-WORDS = "the box reads a file and writes patch for its server when tests fail so we look at each line again".split()
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with", "its")
 
 
 def filler(count: int, seed: int) -> str:
@@ -3713,11 +3766,12 @@ def agent_turns(tokens: int, turns: int, mark: str) -> Iterator[tuple[Json, Call
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         words = f"Question {turn}: {filler(20, turn)}"
         history.append(
-            {"role": "user", "content": f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{stamp} {words}"}
+            {
+                "role": "user",
+                "content": f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{stamp} {words}",
+            }
         )
         messages = [{"role": "system", "content": system}, *copy.deepcopy(history)]
-        for message in messages[1:]:  # the newest id stands in the system prompt; each message keeps its own
-            message["content"] = message["content"]
         yield (
             {"model": "local", "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0},
             lambda text: history.append({"role": "assistant", "content": text or "ok"}),
@@ -3756,7 +3810,9 @@ def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress:
         text, usage, first = ask(url, body, timeout)
         answer(text)
         ms = usage.prompt_ms if usage.prompt_ms is not None else first
-        rows.append({"turn": number, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": round(ms, 1)})
+        rows.append(
+            {"turn": number, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": round(ms, 1)}
+        )
         progress(f"turn {number} of {turns}: {ms:,.0f} ms")
     return rows
 
@@ -3768,9 +3824,12 @@ def side_by_side(straight: list[Json], through: list[Json]) -> str:
         f"{'turn':>5} | " + " | ".join([f"{'prompt':>8} {'read':>8} {'reused':>8} {'ms':>8}"] * 2),
     ]
     lines.append("-" * len(lines[1]))
-    for a, b in zip(straight, through):
+    for a, b in zip(straight, through, strict=True):
         cells = [
-            " ".join(f"{'-' if row[key] is None else format(row[key], ',.0f'):>8}" for key in ("prompt", "read", "reused", "ms"))
+            " ".join(
+                f"{'-' if row[key] is None else format(row[key], ',.0f'):>8}"
+                for key in ("prompt", "read", "reused", "ms")
+            )
             for row in (a, b)
         ]
         lines.append(f"{a['turn']:>5} | " + " | ".join(cells))
@@ -3798,12 +3857,16 @@ class SimulatedServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         words = "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"]).split()
         old = self.server.slot
-        cached = next((i for i, (a, b) in enumerate(zip(old, words)) if a != b), min(len(old), len(words)))
+        cached = next(
+            (i for i, (a, b) in enumerate(zip(old, words, strict=False)) if a != b), min(len(old), len(words))
+        )
         self.server.slot = words
         read = max(1, len(words) - cached)
         time.sleep(read * self.MS / 1000)
         timings = {"cache_n": len(words) - read, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
-        events: list[Json] = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in ("Noted,", " thanks.")]
+        events: list[Json] = [
+            {"choices": [{"index": 0, "delta": {"content": word}}]} for word in ("Noted,", " thanks.")
+        ]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings})
         data = b"".join(b"data: " + dump(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
         self.send_response(200)
@@ -3839,7 +3902,11 @@ def command_demo(args: argparse.Namespace, config: Config) -> int:
         server.shutdown()
         server.server_close()
     if args.json:
-        print(json.dumps({"simulated": True, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}))
+        print(
+            json.dumps(
+                {"simulated": True, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}
+            )
+        )
         return 0
     print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes")
     print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.\n")
@@ -3861,7 +3928,9 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
     note = (lambda line: None) if quiet else (lambda line: print("  " + line, flush=True))
     mark = uuid.uuid4().hex[:12]
     if not quiet:
-        print(f"{args.turns} turns of about {args.tokens:,} tokens against {url.geturl()}, first straight, then through kvproxy.")
+        print(
+            f"{args.turns} turns of about {args.tokens:,} tokens against {url.geturl()}, first straight, then through kvproxy."
+        )
         print(f"Straight, every turn reads the whole prompt: {args.turns} times what one cold prompt takes.\n")
     try:
         straight = play(url.geturl(), args.tokens, args.turns, mark + "a", config.read_timeout, note)
@@ -3874,7 +3943,11 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     if quiet:
-        print(json.dumps({"simulated": False, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}))
+        print(
+            json.dumps(
+                {"simulated": False, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}
+            )
+        )
     else:
         print("\n" + side_by_side(straight, through))
     return 0
@@ -3886,27 +3959,35 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     found = backend.describe()
     if not found:
         print(f"No model server answers at {backend.name()}.")
-        print("Is it running? llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234. Set BACKEND_URL.")
+        print(
+            "Is it running? llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234. Set BACKEND_URL."
+        )
         return 1
     print(f"{backend.name()}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     advice = []
     slots, context = found.get("slots"), found.get("context")
     status, rows = backend.ask("/slots")
     if status == 200 and isinstance(rows, list):
-        params = [row.get("params") for row in rows if isinstance(row, dict) and isinstance(row.get("params"), dict)]
+        params = [row["params"] for row in rows if isinstance(row, dict) and isinstance(row.get("params"), dict)]
         if any(row.get("cache_prompt") is False for row in params):
             advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
         else:
-            print(f"prompt cache: on, as far as /slots tells; {sum(bool(r.get('is_processing')) for r in rows)} slots busy")
+            print(
+                f"prompt cache: on, as far as /slots tells; {sum(bool(r.get('is_processing')) for r in rows)} slots busy"
+            )
     else:
         print("prompt cache: the server does not tell (/slots is off); one bench run shows it: python kvproxy.py bench")
     if isinstance(slots, int) and slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host cache."
                       " -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
     elif isinstance(slots, int):
-        advice.append("With several slots, -sps 0.6 keeps conversations that share a system prompt from evicting each other.")
+        advice.append(
+            "With several slots, -sps 0.6 keeps conversations that share a system prompt from evicting each other."
+        )
     if isinstance(context, int) and context < 32768:
-        advice.append(f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c, or lower -np.")
+        advice.append(
+            f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c, or lower -np."
+        )
     for line in advice:
         print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
@@ -3917,10 +3998,16 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
     (name, re.compile(pattern))
     for name, pattern in (
-        ("slot", r"selected slot by LCP similarity, (?:f_)?sim_best = (?P<sim>[\d.]+)[^,]*(?:, f_keep = (?P<keep>[\d.]+))?"),
+        (
+            "slot",
+            r"selected slot by LCP similarity, (?:f_)?sim_best = (?P<sim>[\d.]+)[^,]*(?:, f_keep = (?P<keep>[\d.]+))?",
+        ),
         ("lru", r"selected slot by LRU"),
         ("prompt", r"new prompt, n_ctx_slot = (?P<context>\d+).*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
-        ("cached", r"(?:cached n_tokens|kv cache rm|n_tokens|n_past) = (?P<cached>\d+), (?:memory_seq_rm|progress|new tokens)"),
+        (
+            "cached",
+            r"(?:cached n_tokens|kv cache rm|n_tokens|n_past) = (?P<cached>\d+), (?:memory_seq_rm|progress|new tokens)",
+        ),
         ("full", r"[Ff]orcing full prompt re-processing(?P<why> due to [^(\n]*)?"),
         ("checkpoint", r"(?P<what>created|restored|erased invalidated) context checkpoint"),
         ("eval", r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens"),
@@ -3933,7 +4020,8 @@ LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<ta
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     rows: list[Json] = []
-    findings: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    wasted: collections.Counter[str] = collections.Counter()
+    times: collections.Counter[str] = collections.Counter()
     try:
         size = os.path.getsize(args.file)
         with open(args.file, "rb") as file:
@@ -3952,10 +4040,12 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     for row in rows:
         if row["cause"]:
-            findings[row["cause"]][0] += row["wasted"]
-            findings[row["cause"]][1] += 1
-    ordered = sorted(((*numbers, cause) for cause, numbers in findings.items()), reverse=True)
-    told = [{"cause": cause, "requests": int(count), "tokens": int(wasted), "advice": inspect_advice(cause)} for wasted, count, cause in ordered]
+            wasted[row["cause"]] += row["wasted"]
+            times[row["cause"]] += 1
+    told = [
+        {"cause": cause, "requests": times[cause], "tokens": tokens, "advice": inspect_advice(cause)}
+        for cause, tokens in wasted.most_common()
+    ]
     if args.json:
         print(json.dumps({"requests": rows, "findings": told}, indent=1))
         return 0
@@ -3966,7 +4056,9 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for number, row in enumerate(rows, 1):
         cells = [f"{'-' if row[key] is None else format(row[key], ',')}" for key in ("tokens", "read")]
         marks = [f"{'-' if row[key] is None else format(row[key], '.3f')}" for key in ("sim", "keep")]
-        print(f"{number:>4} {row['name'][:28]:28} {cells[0]:>9} {cells[1]:>9} {marks[0]:>6} {marks[1]:>6}  {row['what']}")
+        print(
+            f"{number:>4} {row['name'][:28]:28} {cells[0]:>9} {cells[1]:>9} {marks[0]:>6} {marks[1]:>6}  {row['what']}"
+        )
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
     for found in told:
         text = f"{found['cause']}: {found['requests']} requests, about {found['tokens']:,} tokens. {found['advice']}"
@@ -4010,7 +4102,11 @@ class LogReader:
         if view is None:
             return None
         segments = segments_of(view)
-        headers = {str(k).lower(): str(v) for k, v in (row.get("headers") or {}).items()} if isinstance(row.get("headers"), dict) else {}
+        headers = (
+            {str(k).lower(): str(v) for k, v in (row.get("headers") or {}).items()}
+            if isinstance(row.get("headers"), dict)
+            else {}
+        )
         verdict = self.ledger.judge(segments, conversation_of(view), side_of(view.body, headers, view))
         tokens = sum(len(segment.text) for segment in segments) // 4
         read = round(tokens * (1 - verdict.share))
@@ -4031,16 +4127,17 @@ class LogReader:
 
     def logged(self, text: str) -> Json | None:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does not matter."""
-        for name, pattern in LOG_SHAPES:
-            match = pattern.search(text)
-            if match:
-                break
-        else:
+        name, match = next(((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None))
+        if match is None:
             return None
         found = LOG_SLOT.search(text[: match.start()])
         slot = found["slot"] if found else "?"
         done = None
-        if name in ("slot", "lru", "prompt") and self.tasks.get(slot, {}).get("tokens") is not None and name != "prompt":
+        if (
+            name in ("slot", "lru", "prompt")
+            and self.tasks.get(slot, {}).get("tokens") is not None
+            and name != "prompt"
+        ):
             done = self.close(slot)
         task = self.tasks.setdefault(slot, {"forced": "", "lru": False, "tokens": None, "cached": None, "sim": None, "keep": None, "read": None, "ms": None, "cancelled": False})  # fmt: skip
         if name == "slot":
@@ -4105,7 +4202,10 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     try:
         proxy.start()
     except OSError as error:
-        print(f"Port {config.listen_port} on {config.listen_host} cannot be used: {error}. Set LISTEN_PORT.", file=sys.stderr)
+        print(
+            f"Port {config.listen_port} on {config.listen_host} cannot be used: {error}. Set LISTEN_PORT.",
+            file=sys.stderr,
+        )
         return 1
     over = threading.Event()
     for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
@@ -4114,7 +4214,9 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     proxy.log.info("kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url)
     found = proxy.backend.describe()
     if found:
-        proxy.log.info("backend %s: %s", proxy.backend.name(), ", ".join(f"{key} {value}" for key, value in found.items()))
+        proxy.log.info(
+            "backend %s: %s", proxy.backend.name(), ", ".join(f"{key} {value}" for key, value in found.items())
+        )
     else:
         proxy.log.warning(
             "backend: none answers yet at %s. Is it running, is BACKEND_URL right? llama-server listens on 9931 (newer) or"
@@ -4150,7 +4252,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", command_bench, 16000, "measure the effect on the server at BACKEND_URL"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--tokens", type=positive, default=tokens, help="tokens of the system prompt [%(default)s]")
+        command.add_argument(
+            "--tokens", type=positive, default=tokens, help="tokens of the system prompt [%(default)s]"
+        )
         command.add_argument("--turns", type=positive, default=5, help="turns of the conversation [%(default)s]")
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
@@ -4158,7 +4262,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=command_inspect)
-    commands.add_parser("check", help="tell what the backend is and what hurts its cache").set_defaults(run=command_check)
+    commands.add_parser("check", help="tell what the backend is and what hurts its cache").set_defaults(
+        run=command_check
+    )
     parser.set_defaults(run=command_serve)
     return parser
 
