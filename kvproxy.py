@@ -40,6 +40,7 @@ import hashlib
 import html
 import http.client
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -286,45 +287,48 @@ class Turn:
     tool results has the role tool.
     """
 
-    __slots__ = ("holder", "item", "key", "role")
+    __slots__ = ("found", "holder", "item", "key", "role")
 
     def __init__(self, role: str, holder: Json, key: str, item: Json | None) -> None:
         self.role, self.holder, self.key, self.item = role, holder, key, item
+        self.found: list[Slot] | None = None
 
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, in order; tool calls and tool results are not among them."""
-        content = self.holder.get(self.key)
-        if isinstance(content, str):
-            return [Slot(self.holder, self.key)]
-        found = []
-        if isinstance(content, list):
-            for index, part in enumerate(content):
+        if self.found is None:
+            content = self.holder.get(self.key)
+            self.found = [Slot(self.holder, self.key)] if isinstance(content, str) else []
+            for index, part in enumerate(content if isinstance(content, list) else ()):
                 if isinstance(part, str):
-                    found.append(Slot(content, index))
+                    self.found.append(Slot(content, index))
                 elif isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
-                    found.append(Slot(part, "text"))
-        return found
+                    self.found.append(Slot(part, "text"))
+        return self.found
 
     def text(self) -> str:
-        return "\n".join([slot.get() for slot in self.slots()])
+        slots = self.slots()
+        return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
 
     def rest(self) -> str:
-        """What the turn says beside its texts: tool calls by id and name, results, images; not their spelling."""
+        """What the turn says beside its texts, each piece behind a separator: tool calls by id and name, results,
+        images; not how a client spells them."""
+        content, item = self.holder.get(self.key), self.item
         said: list[Any] = []
-        content = self.holder.get(self.key)
         if isinstance(content, list):
             said += [bare(p) for p in content if isinstance(p, dict) and p.get("type") not in _UNSAID_PARTS]
         elif content is not None and not isinstance(content, str):
             said.append(content)
-        if self.item is not None:
-            said += [[key, value] for key, value in self.item.items() if key in ("call_id", "tool_call_id")]
-            calls = self.item.get("tool_calls")
+        if item is not None:
+            said += [item[key] for key in ("call_id", "tool_call_id") if key in item]
+            calls = item.get("tool_calls")
             for call in calls if isinstance(calls, list) else ():
                 function = call.get("function") if isinstance(call, dict) else None
-                said.append([call.get("id"), function.get("name")] if isinstance(function, dict) else call)
-        return json.dumps(said, sort_keys=True) if said else ""
+                said += [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
+        return "".join([PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said])
 
 
+PIECE = "\x1f"
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
 _UNSAID_PARTS = TEXT_PARTS | {"thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"}
 
 
@@ -610,45 +614,50 @@ def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tup
     return "".join(out), at, removed
 
 
-# --- the rules' functions: text in, (text, removals) out ---------------------------------------------------------------
+# --- the rules' functions: a text and the decorations at its start in, cuts out ----------------------------------------
 
 
-def strip_inbound(text: str) -> tuple[str, int]:
-    """Drop the per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
-    total, at = 0, 0
+class Cut(NamedTuple):
+    """text[start:end] becomes `put`; `count` removals."""
+
+    start: int
+    end: int
+    put: str
+    removed: int
+
+
+Lead = list[re.Match[str]]
+
+
+def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
+    """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
+    at = 0
     while (mark := text.find('"openclaw.inbound_meta.', at)) >= 0:
-        at = mark + 1
-        start = mark
-        for _ in range(32):  # the object's own brace is the nearest one whose object reaches beyond the mark
+        at, start = mark + 1, mark
+        for _attempt in range(32):  # the object's own brace is the nearest one whose object reaches beyond the mark
             start = text.rfind("{", 0, start)
-            if start < 0:
-                break
             try:
-                value, end, count = drop_members(text, start, INBOUND_KEYS, False)
+                value, end, count = drop_members(text, start, INBOUND_KEYS, False) if start >= 0 else ("", 0, -1)
             except (ValueError, RecursionError):
                 break
-            if end > mark:
-                text, total = text[:start] + value + text[end:], total + count
-                at = max(start + len(value), start + 1)
+            if count < 0 or end > mark:
+                if count > 0:
+                    yield Cut(start, end, value, count)
+                at = max(at, end)
                 break
-    return text, total
 
 
-def strip_block_ids(text: str) -> tuple[str, int]:
-    """Drop id keys from the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
-    total = 0
-    for match in reversed(lead(text)):
+def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
+    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
+    for match in spans:
         start, end = match.span("json")
-        if start < 0 or text[start : start + 1] not in ("{", "["):
-            continue
-        try:
-            value, stop, count = drop_members(text, start, ID_KEYS, True)
-        except (ValueError, RecursionError):
-            continue
-        if stop == end and count:
-            text, total = text[:start] + value + text[end:], total + count
-    text, lines = ID_LINE.subn("", text)
-    return text, total + lines
+        if start >= 0 and text[start : start + 1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):
+                value, stop, count = drop_members(text, start, ID_KEYS, True)
+                if stop == end and count:
+                    yield Cut(start, end, value, count)
+    for line in ID_LINE.finditer(text) if "message_id: " in text or "[slack message id: " in text else ():
+        yield Cut(*line.span(), "", 1)
 
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
@@ -657,31 +666,31 @@ ID_LINE = re.compile(
 )
 
 
-def strip_stamp(text: str) -> tuple[str, int]:
-    """Drop the time stamp at the start of a user text, or after OpenClaw's blocks."""
-    for match in lead(text):
+def cut_stamp(text: str, spans: Lead) -> Iterator[Cut]:
+    """The time stamp at the start of a user text, or after OpenClaw's blocks."""
+    for match in spans:
         if match["stamp"] is not None:
-            return text[: match.start()] + text[match.end() :], 1
-    return text, 0
+            yield Cut(*match.span(), "", 1)
 
 
 BILLING = re.compile(r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)")
 
 
-def strip_billing(text: str) -> tuple[str, int]:
-    match = BILLING.match(text)
-    return (text[match.end() :], 1) if match else (text, 0)
+def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
+    """Claude Code's attribution, at the very start."""
+    if match := BILLING.match(text):
+        yield Cut(*match.span(), "", 1)
 
 
 class Rule(NamedTuple):
-    """A row of the table: which requests it looks at, which texts it may touch, and what it must leave alone."""
+    """A row of the table: which texts it looks at, and what it must leave alone."""
 
     name: str
     on: Callable[[Config], bool]
-    markers: tuple[str, ...]  # one of them must be in the body's bytes, and in the text, before any work is done
+    markers: tuple[str, ...]  # one of them must be in the text (and so in the body's bytes) before any work is done
     role: str
     first: bool  # only the first text of that role
-    edit: Callable[[str], tuple[str, int]]
+    cuts: Callable[[str, Lead], Iterator[Cut]]
     counter: str  # the field of Report that counts its removals
     spares: str
 
@@ -689,72 +698,112 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "billing header", lambda c: c.strip_billing, ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
-        "system", True, strip_billing, "billing_removed", "the same words anywhere but at the very start",
+        "system", True, cut_billing, "billing_removed", "the same words anywhere but at the very start",
     ),
     Rule(
         "ids in the inbound block", lambda c: c.strip_message_ids != "0", ("openclaw.inbound_meta.",),
-        "system", False, strip_inbound, "msg_ids_removed", "channel, provider, chat_id: stable in a conversation",
+        "system", False, cut_inbound, "msg_ids_removed", "channel, provider, chat_id: stable in a conversation",
     ),
     Rule(
         "ids in user blocks", lambda c: c.strip_message_ids == "1", ("message_id", "reply_to_id", "slack message id"),
-        "user", False, strip_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
+        "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
     ),
     Rule(
         "time stamp", lambda c: c.strip_timestamps, (" 202", " 203"),
-        "user", False, strip_stamp, "ts_removed", "a stamp later in the text, a second stamp, other date forms",
+        "user", False, cut_stamp, "ts_removed", "a stamp later in the text, a second stamp, other date forms",
     ),
 )  # fmt: skip
 
 
-def apply_rules(view: View, raw: bytes | bytearray, config: Config, report: Report) -> None:
-    """Run the table over a view, in place. `raw` is the body as bytes, for the markers."""
-    touched: set[int] = set()
-    for rule in RULES:
-        if not rule.on(config) or not any(marker.encode() in raw for marker in rule.markers):
-            continue
+class Scrubber:
+    """The rules that a configuration switches on, with the user's patterns compiled."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rules = [rule for rule in RULES if rule.on(config)]
+        self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
+        self.memo: dict[tuple[str, str, bool], tuple[str, list[tuple[str, int]]]] = {}
+
+    def may_edit(self, raw: bytes | bytearray, role: str = "", start: int = 0) -> bool:
+        """Whether a rule (for `role`) finds its marker in a body's bytes; without one, no rule would change it."""
+        markers = {marker for rule in self.rules if role in ("", rule.role) for marker in rule.markers}
+        return bool(self.patterns) or any(raw.find(marker.encode(), start) >= 0 for marker in sorted(markers))
+
+    def apply(self, view: View, report: Report) -> None:
+        """Run the table over a view, in place, then put the system text first."""
+        report.items = len(view.turns)
+        seen_system = False
         for turn in view.all():
-            if turn.role != rule.role:
+            if turn.role not in ("system", "user"):
                 continue
+            changed = False
             for slot in turn.slots():
-                old = slot.get()
-                if any(marker in old for marker in rule.markers):
-                    text, count = rule.edit(old)
-                    if count:
-                        slot.set(text)
-                        setattr(report, rule.counter, getattr(report, rule.counter) + count)
-                        touched.add(id(turn.holder))
-                if rule.first:
-                    break
-            if rule.first:
-                drop_empty_first(view, turn, report)
-                break
-    if config.strip_message_ids == "1" and b"message_id" in raw:
-        for turn in view.turns:  # a key beside role and content; never one in a schema, an argument or a result
-            if turn.role in ("user", "system") and turn.item is not None and "role" in turn.item:
-                for key in ID_KEYS & turn.item.keys():
+                changed |= self.edit(slot, turn.role, not seen_system, report)
+                seen_system = seen_system or turn.role == "system"
+            if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
+                for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
                     del turn.item[key]
                     report.msg_ids_removed += 1
-                    touched.add(id(turn.holder))
-    for pattern in config.strip_regex:
-        expression = re.compile(pattern)
-        for turn in view.all():
-            for slot in turn.slots() if turn.role in ("system", "user") else ():
-                text, count = expression.subn("", slot.get())
-                if count and text != slot.get():
-                    slot.set(text)
-                    report.regex_removed += count
-                    touched.add(id(turn.holder))
-    report.items_modified = len(touched)
+                    changed = True
+            report.items_modified += changed
+        if report.billing_removed:
+            drop_empty_first(view)
+        if self.config.system_first and needs_system_first(view):
+            system_first(view, report)
+
+    def edit(self, slot: Slot, role: str, first: bool, report: Report) -> bool:
+        """Edit one text; whether it changed. History comes again with every request, so results are remembered."""
+        old = slot.get()
+        key = (old, role, first)
+        known = self.memo.get(key)
+        if known is None:
+            known = self.cut(old, role, first)
+            if len(old) <= MEMO_TEXT:
+                remember(self.memo, key, known)
+        text, counts = known
+        for counter, count in counts:
+            setattr(report, counter, getattr(report, counter) + count)
+        if text == old:
+            return False
+        slot.set(text)
+        return True
+
+    def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
+        """The text after all rules, and what to count."""
+        due = [rule for rule in self.rules if rule.role == role and any(marker in text for marker in rule.markers)]
+        spans = lead(text) if due and role == "user" else []
+        cuts: list[Cut] = []
+        counts = []
+        for rule in due:
+            found = list(rule.cuts(text, spans)) if first or not rule.first else []
+            cuts += found
+            counts.append((rule.counter, sum(cut.removed for cut in found)))
+        for cut in sorted(cuts, reverse=True):
+            text = text[: cut.start] + cut.put + text[cut.end :]
+        for pattern in self.patterns:
+            text, count = pattern.subn("", text)
+            counts.append(("regex_removed", count))
+        return text, [pair for pair in counts if pair[1]]
 
 
-def drop_empty_first(view: View, turn: Turn, report: Report) -> None:
+MEMO_TEXT, MEMO_SIZE = 4096, 4096  # longest text remembered, in characters; texts remembered
+
+
+def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = MEMO_SIZE) -> None:
+    """Keep a result; a full memo starts anew, which costs one slow request."""
+    if len(memo) >= most:
+        memo.clear()
+    memo[key] = value
+
+
+def drop_empty_first(view: View) -> None:
     """Take out a first system block or message that the billing rule left empty."""
-    if not report.billing_removed:
-        return
+    turn = next(turn for turn in view.all() if turn.role == "system")
     content = turn.holder.get(turn.key)
     if isinstance(content, list) and len(content) > 1:
         if turn.slots()[0].get() == "":
             del content[0]
+            turn.found = None
     elif turn.text() == "" and turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
@@ -772,7 +821,7 @@ def reminder(text: str) -> str:
 
 def add_text(view: View, turn: Turn, text: str) -> bool:
     """Append a text to a turn: to its string, or as a part of its own."""
-    content = turn.holder.get(turn.key)
+    content, turn.found = turn.holder.get(turn.key), None
     if isinstance(content, str):
         turn.holder[turn.key] = content + "\n\n" + text if content else text
     elif isinstance(content, list):
@@ -864,18 +913,9 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
     if view is None:
         report.note = "unknown shape"
         return body, report
-    scrub_view(view, dump(body), config, report)
+    if config.scrub and view.dialect.edited:
+        Scrubber(config).apply(view, report)
     return body, report
-
-
-def scrub_view(view: View, raw: bytes | bytearray, config: Config, report: Report) -> None:
-    """Rules, then roles, in place."""
-    report.items = len(view.turns)
-    if not config.scrub or not view.dialect.edited:
-        return
-    apply_rules(view, raw, config, report)
-    if config.system_first and needs_system_first(view):
-        system_first(view, report)
 
 
 # ======================================================================================================================
@@ -887,17 +927,22 @@ class Lift(NamedTuple):
     """A shape that a client writes into its system prompt, at the start of a line, and what it must not match."""
 
     client: str
-    marker: str
+    markers: tuple[str, ...]  # one must be in the text before the pattern is tried
     pattern: re.Pattern[str]
     spares: str
+
+    def find(self, text: str) -> list[re.Match[str]]:
+        if not any(marker in text for marker in self.markers):
+            return []
+        return [match for match in self.pattern.finditer(text) if match.group().strip()]
 
 
 _DATE = r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
 _COMMITS = r"(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))+"
 
 
-def _lift(client: str, marker: str, pattern: str, spares: str) -> Lift:
-    return Lift(client, marker, re.compile(pattern, re.MULTILINE), spares)
+def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
+    return Lift(client, tuple(markers.split("|")), re.compile(pattern, re.MULTILINE), spares)
 
 
 LIFTS = (
@@ -944,7 +989,7 @@ LIFTS = (
         "`Conversation started` without a date",
     ),
     _lift(
-        "OpenHands, AnythingLLM, goose", "<",
+        "OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
         r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
         "the tag in the middle of a line",
     ),
@@ -964,7 +1009,7 @@ def lift_rows(config: Config) -> tuple[Lift, ...]:
     """The table and the user's own patterns."""
     if not config.lift:
         return ()
-    return LIFTS + tuple(Lift("yours", "", re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
+    return LIFTS + tuple(Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
 
 
 class Lifted(NamedTuple):
@@ -974,22 +1019,25 @@ class Lifted(NamedTuple):
     text: str
 
 
-def lift(view: View, rows: Iterable[Lift]) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them in their order."""
+def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
+    """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
-    if not any(turn.role == "user" and turn.slots() for turn in view.turns):
-        return found  # nowhere to set them down
-    for turn in view.system():
-        for slot in turn.slots():
-            text = old = slot.get()
-            for row in rows:
-                if row.marker in text:
-                    for match in reversed(list(row.pattern.finditer(text))):
-                        if match.group().strip():
-                            found.append(Lifted(row, match.group().strip()))
-                            text = text[: match.start()] + text[match.end() :]
-            if text != old:
+    for row in rows:
+        for match in reversed(row.find(text)):
+            found.append(Lifted(row, match.group().strip()))
+            text = text[: match.start()] + text[match.end() :]
+    return text, found
+
+
+def lift(view: View, cut: Callable[[str], tuple[str, list[Lifted]]]) -> list[Lifted]:
+    """Cut volatile texts out of the system prompt, in place, and return them. `cut` is lift_text with its rows."""
+    found: list[Lifted] = []
+    if any(turn.role == "user" and turn.slots() for turn in view.turns):  # else there is nowhere to set them down
+        for slot in [slot for turn in view.system() for slot in turn.slots()]:
+            text, pieces = cut(slot.get())
+            if pieces:
                 slot.set(text)
+                found += pieces
     return found
 
 
@@ -1015,11 +1063,9 @@ def mask(text: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    state = hashlib.blake2b(digest_size=12)
-    for part in parts:
-        state.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part)
-        state.update(b"\0")
-    return state.digest()
+    """A short hash of some texts."""
+    data = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
+    return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
 class Unit:
@@ -1056,10 +1102,11 @@ class Store:
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size, self.serial = limit, 0, 0
+        self.limit, self.size, self.serial, self.decorated = limit, 0, 0, 0
         self.versions: collections.OrderedDict[bytes, list[Version]] = collections.OrderedDict()
         self.tools: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # first-seen spelling
         self.spelled: dict[str, bytes] = {}
+        self.clean: collections.deque[tuple[bytes, list[bytes]]] = collections.deque(maxlen=8)
         self.orders: collections.OrderedDict[bytes, list[bytes]] = collections.OrderedDict()
 
     def find(self, key: bytes) -> list[Version]:
@@ -1080,10 +1127,23 @@ class Store:
                 old.pending, old.parent = True, version.parent
                 return old
         known.append(version)
-        self.size += version.size
+        self.account(version, 1)
         if len(known) > 32:
-            self.size -= known.pop(0).size
+            self.account(known.pop(0), -1)
         return version
+
+    def clean_tools(self, raw: bytes | bytearray) -> list[bytes] | None:
+        """The order of a body's tools when their very bytes were sent before and needed no change."""
+        at = raw.find(b'"tools":')
+        return next((order for known, order in self.clean if at >= 0 and raw.startswith(known, at)), None)
+
+    def add_clean(self, raw: bytes | bytearray, order: list[bytes]) -> None:
+        at = raw.find(b'"tools":')
+        if at >= 0:
+            with contextlib.suppress(ValueError):
+                text = bytes(raw[at + 8 :]).decode("utf-8")
+                _, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
+                self.clean.append((bytes(raw[at : at + 8 + len(text[:end].encode())]), order))
 
     def add_tools(self, forms: Mapping[bytes, str], orders: Mapping[bytes, list[bytes]]) -> None:
         """Remember tools in the spelling seen first, and the order of a set (or a conversation's) in the order sent."""
@@ -1108,13 +1168,18 @@ class Store:
                 del self.spelled[text]
                 self.size -= 300 + len(text)
             elif self.versions:
-                self.size -= sum(version.size for version in self.versions.popitem(last=False)[1])
+                for version in self.versions.popitem(last=False)[1]:
+                    self.account(version, -1)
             else:
                 break
 
     def idle(self) -> bool:
         """Nothing is stored that could change a request."""
-        return not self.versions
+        return not self.decorated
+
+    def account(self, version: Version, sign: int) -> None:
+        self.size += sign * version.size
+        self.decorated += sign * version.decorated()
 
 
 @dataclasses.dataclass
@@ -1132,31 +1197,53 @@ class Replay:
         self.store = Store(config.replay_mb << 20)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.rows = lift_rows(config)
+        self.masks: dict[str, str] = {}
+        self.cuts: dict[str, tuple[str, list[Lifted]]] = {}
+
+    def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
+        """lift_text() with a memory: conversations share their system prompts."""
+        if text not in self.cuts:
+            remember(self.cuts, text, lift_text(text, self.rows), 16)
+        return self.cuts[text]
+
+    def mask(self, text: str) -> str:
+        """mask() with a memory: history comes again with every request."""
+        masked = self.masks.get(text)
+        if masked is None:
+            masked = mask(text, self.patterns)
+            if len(text) <= MEMO_TEXT:
+                remember(self.masks, text, masked)
+        return masked
 
     def units(self, view: View, turns: list[Turn]) -> list[Unit]:
         """The turns behind the system prompt as units with chained keys."""
-        chain = digest(view.dialect.name)
-        units = [Unit(None, "", chain)]
+        chain = hashlib.blake2b(view.dialect.name.encode(), digest_size=12)
+        units = [Unit(None, "", chain.digest())]
         for turn in turns:
-            if turn.role == "user":
-                texts = [mask(slot.get(), self.patterns) for slot in turn.slots()]
-                said = "\n".join(text for text in texts if text) + turn.rest()
-                if not said and turn.item is not None and turn.slots():
+            role = turn.role
+            if role == "user":
+                texts = [self.mask(slot.get()) for slot in turn.slots()]
+                said = "\n".join([text for text in texts if text]) + turn.rest()
+                if not said and turn.item is not None and texts:
                     units[-1].carriers.append(turn)
                     continue
-            elif turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", digest(chain, "reasoning")))
+            elif role == "reasoning":  # clients drop reasoning at will: the chain passes it by
+                units.append(Unit(turn, "", digest(chain.digest(), role)))
                 continue
             else:
                 said = turn.text().strip() + turn.rest()
-            chain = digest(chain, turn.role, said)
-            units.append(Unit(turn, said, chain))
+            chain.update(b"\0%s\0" % role.encode())
+            chain.update(said.encode("utf-8", "surrogatepass"))
+            units.append(Unit(turn, said, chain.digest()))
         return units
 
-    def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
+    def apply(
+        self, view: View, lifted: list[Lifted], report: Report, raw: bytes | bytearray = b"", learn: bool = True
+    ) -> Trace:
         """Replace history with what was sent, drop carriers that are there already, set lifted text down. In place.
 
-        `learn` is False for requests that only count tokens.
+        `raw` is the body as received: tools whose bytes are known need no look. `learn` is False for requests that
+        only count tokens.
         """
         start = view.leading()
         units = self.units(view, view.turns[start:])
@@ -1165,7 +1252,7 @@ class Replay:
         trace = Trace(digest(view.dialect.name, head, first).hex())
         last = max((i for i, unit in enumerate(units) if unit.role() == "assistant"), default=0)
         with self.store.lock:
-            self.tools(view, units, report, learn)
+            self.tools(view, units, report, raw, learn)
             path = self.history(units, last, head)
             restore(units, path, report)
             drop_repeated(units, last, report)
@@ -1181,14 +1268,14 @@ class Replay:
         """The stored version of each unit of history (those before the last answer), where one is beyond doubt."""
         path: dict[int, Version] = {}
         parent: tuple[bytes, int] | None = None
-        claim, answer = b"", ""
+        answer = ""
         for index in range(last - 1, -1, -1):
-            after = units[index + 1]
-            if after.role() == "assistant":
-                claim, answer = digest(after.said), after.said
+            if units[index + 1].role() == "assistant":
+                answer = units[index + 1].said
             known = self.store.find(units[index].key)
             if not known:
                 continue
+            claim = digest(answer)
             if path:  # a later unit is known: its parent tells which version stood here, or that none did
                 version = next((v for v in known if parent == (units[index].key, v.serial)), None)
             else:
@@ -1224,32 +1311,36 @@ class Replay:
 
     # --- tools: first-seen form, first-seen order ----------------------------------------------------------------------
 
-    def tools(self, view: View, units: list[Unit], report: Report, learn: bool) -> None:
+    def tools(self, view: View, units: list[Unit], report: Report, raw: bytes | bytearray, learn: bool) -> None:
         """Send a tool that differs from an earlier one in key order only as it was sent then, and keep the order."""
-        tools = view.body.get("tools")
+        tools, store = view.body.get("tools"), self.store
         if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
             return
-        known = self.store.tools
+        talk = digest(b"talk", units[0].key, next((unit.key for unit in units if unit.role() == "user"), b""))
+        clean = store.clean_tools(raw)
+        if clean is not None:
+            if learn:
+                store.add_tools({}, {talk: clean})
+            return
         spelled = [json.dumps(bare(tool)) for tool in tools]
-        names = [
-            self.store.spelled.get(text) or digest(json.dumps(json.loads(text), sort_keys=True)) for text in spelled
-        ]
+        names = [store.spelled.get(text) or digest(_sorted_json(json.loads(text))) for text in spelled]
         if len(set(names)) != len(names):
             return
         by_name = dict(zip(names, zip(tools, spelled, strict=True), strict=True))
-        talk = digest(b"talk", units[0].key, next((unit.key for unit in units if unit.role() == "user"), b""))
         wanted = digest(b"set", *sorted(names))
-        order = self.store.orders.get(wanted, names)
-        if wanted not in self.store.orders and any(unit.role() == "assistant" for unit in units):
-            before = self.store.orders.get(talk, [])
+        order = store.orders.get(wanted, names)
+        if wanted not in store.orders and any(unit.role() == "assistant" for unit in units):
+            before = store.orders.get(talk, [])
             if before and set(before) < set(names):  # tools were added in the middle of a conversation
                 order = before + [name for name in names if name not in set(before)]
-        if order != names or any(name in known and known[name] != by_name[name][1] for name in order):
-            forms = [json.loads(known[name]) if name in known else by_name[name][0] for name in order]
+        if order != names or any(name in store.tools and store.tools[name] != by_name[name][1] for name in order):
+            forms = [json.loads(store.tools[name]) if name in store.tools else by_name[name][0] for name in order]
             view.body["tools"] = forms
             report.tools_restored += 1
+        elif learn:
+            store.add_clean(raw, order)
         if learn:
-            self.store.add_tools({name: text for name, (_, text) in by_name.items()}, {wanted: order, talk: order})
+            store.add_tools({name: text for name, (_, text) in by_name.items()}, {wanted: order, talk: order})
 
     def answered(self, trace: Trace, hint: str) -> None:
         """Note how the answer to a request began, so that its turn can be told from others with the same words."""
@@ -1302,16 +1393,17 @@ def set_down(units: list[Unit], last: int, lifted: list[Lifted], report: Report)
 
     Returns the index of a unit of history when the text had to go there: a tool loop whose beginning is not known.
     """
+    if not lifted:
+        return None
     report.lifted += len(lifted)
     texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
     due, said_before = [], False
     for piece in lifted:
         said = None
         for text in reversed(texts):
-            if piece.row.marker in text:
-                said = next((m.group().strip() for m in reversed(list(piece.row.pattern.finditer(text)))), None)
-                if said is not None:
-                    break
+            if hits := piece.row.find(text):
+                said = hits[-1].group().strip()
+                break
         said_before = said_before or said is not None
         if said != piece.text:
             due.append(piece.text)
@@ -1341,7 +1433,7 @@ def pick(known: list[Version], head: bytes, claim: bytes, answer: str) -> Versio
 
 def agrees(hint: str, answer: str) -> bool:
     """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its first tool call)."""
-    return answer.startswith(hint) or (len(hint) > 8 and json.dumps(hint) in answer)
+    return answer.startswith(hint) or PIECE + hint in answer
 
 
 def stored_item(item: Json) -> Json:
@@ -1625,6 +1717,7 @@ class Ledger:
         self.texts: dict[bytes, list[Any]] = {}  # key -> [text, users]
         self.index: dict[bytes, int] = {}  # chain up to a segment -> the newest entry that has it
         self.ends: collections.Counter[bytes] = collections.Counter()
+        self.latest: dict[str, int] = {}  # conversation -> its newest entry
         self.count = 0
         self.away = 0.0  # when the backend was last found away
 
@@ -1650,7 +1743,8 @@ class Ledger:
         same = sum(len(segment.text) for segment in segments[:depth])
         entry = self.counterpart(segments, chain, depth, conversation)
         verdict = Verdict("extended", same / total)
-        verdict.since = [other.conversation for other in self.entries.values() if other.time > entry.time]
+        newer = itertools.takewhile(lambda other: other is not entry, reversed(self.entries.values()))
+        verdict.since = [other.conversation for other in itertools.islice(newer, 64)]
         if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
             return verdict
         old = self.texts[entry.keys[depth]][0] if depth < len(entry.keys) else ""
@@ -1676,18 +1770,21 @@ class Ledger:
 
     def counterpart(self, segments: list[Segment], chain: list[bytes], depth: int, conversation: str) -> Entry:
         """The entry to compare with: the newest of this conversation if none has more in common, else that one."""
-        newest = list(reversed(self.entries.values()))
         link = chain[depth - 1] if depth else b""
-        own = next((e for e in newest if e.conversation == conversation and link in (b"", *e.chain)), None)
-        if own is not None or depth:
-            return own or self.entries[self.index[link]]
+        own = self.entries.get(self.latest.get(conversation, 0))
+        if own is not None and (not depth or link in own.chain):
+            return own
+        if depth:
+            return self.entries[self.index[link]]
         opening = first_turn(segments)
         talk = digest(segments[opening].text) if opening < len(segments) else b""
-        return next((e for e in newest if e.opening == talk), newest[0])
+        newest = list(itertools.islice(reversed(self.entries.values()), 16))
+        return next((entry for entry in newest if entry.opening == talk), newest[0])
 
     def remember(self, entry: Entry, segments: list[Segment]) -> None:
         self.count += 1
         self.entries[self.count] = entry
+        self.latest[entry.conversation] = self.count
         for key, segment in zip(entry.keys, segments, strict=True):
             held = self.texts.setdefault(key, [segment.text, 0])
             held[1] += 1
@@ -1704,6 +1801,8 @@ class Ledger:
     def forget(self) -> None:
         number, entry = self.entries.popitem(last=False)
         self.size -= 300 * len(entry.keys)
+        if self.latest.get(entry.conversation) == number:
+            del self.latest[entry.conversation]
         for key in entry.keys:
             held = self.texts[key]
             held[1] -= 1
@@ -1743,10 +1842,14 @@ def settle(verdict: Verdict, usage: Usage, conversation: str, idle_seconds: floa
     verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
 
 
-SIDE_SHAPES = (  # (name, a pattern for the request's last user text or system prompt)
-    ("title", re.compile(r"(?i)\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b")),
-    ("suggestion", re.compile(r"(?i)\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b")),
-    ("summary", re.compile(r"(?i)\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b")),
+SIDE_SHAPES = (  # (name, words to look for first, a pattern) for the last turn or the system prompt, in lower case
+    (
+        "title",
+        ("title",),
+        re.compile(r"\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b"),
+    ),
+    ("suggestion", ("suggest", "predict"), re.compile(r"\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b")),
+    ("summary", ("summar",), re.compile(r"\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b")),
 )
 
 
@@ -1764,9 +1867,9 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return "title"
     if body.get("tools"):
         return ""
-    texts = [turn.text() for turn in view.system()[:1]] + [turn.text() for turn in view.turns[-1:]]
-    for name, pattern in SIDE_SHAPES:
-        if any(pattern.search(text[:4000]) for text in texts):
+    texts = [turn.text()[:4000].lower() for turn in (*view.system()[:1], *view.turns[-1:])]
+    for name, words, pattern in SIDE_SHAPES:
+        if any(pattern.search(text) for text in texts if any(word in text for word in words)):
             return name
     return ""
 
@@ -1812,7 +1915,7 @@ class ClientGone(Exception):
     """The client hung up, or stopped reading."""
 
 
-class Cut(Exception):
+class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
 
 
@@ -2288,7 +2391,7 @@ class Relay(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.respond(refused.status, body, refused.headers)
             self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
-        except Cut as cut:
+        except BrokenOff as cut:
             self.close_connection = True
             self.proxy.log.warning("%s %s | answer cut: %s", self.command, path.split("?")[0], cut)
         except (ClientGone, OSError):
@@ -2366,7 +2469,7 @@ class Relay(BaseHTTPRequestHandler):
         except Refused as refused:
             exchange.status, exchange.fault = refused.status, str(refused)
             raise
-        except Cut as cut:
+        except BrokenOff as cut:
             exchange.fault = f"cut: {cut}"
             raise
         finally:
@@ -2562,7 +2665,7 @@ class Relay(BaseHTTPRequestHandler):
     # --- relaying ---------------------------------------------------------------------------------------------------
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises Cut when the upstream breaks off."""
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks off."""
         exchange.status = response.status
         exchange.begun = time.monotonic()
         old = exchange.request.version == b"HTTP/1.0"
@@ -2580,7 +2683,7 @@ class Relay(BaseHTTPRequestHandler):
         try:
             self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n", old)
             whole = True
-        except Cut:
+        except BrokenOff:
             # Without framing a plain close looks like the end; RST does not (and a chunked client lacks its last chunk).
             self.abort = old or response.framing == "close"
             raise
@@ -2608,18 +2711,18 @@ class Relay(BaseHTTPRequestHandler):
                     client.sendall(pending)
                     pending = b""
                 if pair.wait(timeout) == "timeout":
-                    raise Cut(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
+                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
             try:
                 data = wire.recv()
             except OSError as error:
-                raise Cut(f"the server's connection broke ({error})") from None
+                raise BrokenOff(f"the server's connection broke ({error})") from None
             if not data:
                 if framing == "close":
                     client.sendall(pending + (b"" if old else b"0\r\n\r\n"))
                     return
                 if pending:
                     client.sendall(pending)
-                raise Cut("the server closed the connection in the middle of its answer")
+                raise BrokenOff("the server closed the connection in the middle of its answer")
             if not encoded:
                 tap.add(data, chunks)
             done = False
@@ -2628,7 +2731,7 @@ class Relay(BaseHTTPRequestHandler):
                 try:
                     used = chunks.feed(data, out)
                 except BadHead as error:
-                    raise Cut(f"the server's chunks cannot be read ({error})") from None
+                    raise BrokenOff(f"the server's chunks cannot be read ({error})") from None
                 data = b"".join(out) if out is not None else data if used == len(data) else data[:used]
                 done = chunks.done
             elif framing == "length":
@@ -2879,13 +2982,13 @@ class Proxy:
         self.config = config or Config()
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
+        self.scrubber = Scrubber(self.config)
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
         self.warmup = Warmup(self)
-        self.clean_tools: collections.deque[bytes] = collections.deque(maxlen=8)
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
@@ -2966,17 +3069,19 @@ class Proxy:
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         config, dialect, report = self.config, exchange.dialect, exchange.report
         assert dialect is not None
-        if len(raw) > 65536 and config.scrub and dialect.edited and self.is_clean(exchange, raw):
+        if len(raw) > 65536 and config.scrub and dialect.edited and config.replay and self.is_clean(exchange, raw):
             exchange.deferred = True
             return
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
         exchange.stream = bool(view.body.get("stream"))
-        scrub_view(view, raw, config, report)
+        report.items = len(view.turns)
+        if config.scrub and dialect.edited:
+            self.scrubber.apply(view, report)
         if config.scrub and dialect.edited and config.replay:
-            lifted = lift(view, self.replay.rows)
-            exchange.trace = self.replay.apply(view, lifted, report, learn=not exchange.counting)
+            lifted = lift(view, self.replay.lift_text)
+            exchange.trace = self.replay.apply(view, lifted, report, raw, learn=not exchange.counting)
             report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         else:
             exchange.trace = Trace(conversation_of(view))
@@ -2987,31 +3092,26 @@ class Proxy:
     def is_clean(self, exchange: Exchange, raw: bytes | bytearray) -> bool:
         """Whether a large body surely needs no edit: nothing is stored, and no marker stands in it. Only its beginning
         is parsed; the rest is learned from while the model works."""
-        dialect = exchange.dialect
+        dialect, store = exchange.dialect, self.replay.store
         assert dialect is not None
-        if not self.replay.store.idle() or self.config.strip_regex or dialect.turns != "messages":
-            return False
-        answer = raw.find(b'"role":"assistant"')
+        answer = raw.find(b'"role":"assistant"') if store.idle() and dialect.turns == "messages" else -1
         cut = raw.rfind(b"{", 0, answer)
-        if answer < 0 or raw.find(b'"system":', cut) >= 0 or not raw.startswith(b'{"'):
+        if cut < 0 or raw.find(b'"system":', cut) >= 0 or self.scrubber.may_edit(raw, "user", cut):
             return False
-        at = raw.find(b'"tools":')
-        if at >= 0 and self.replay.store.tools and not any(raw.startswith(known, at) for known in self.clean_tools):
+        if store.tools and b'"tools"' in raw and store.clean_tools(raw) is None:
             return False
-        markers = {marker for rule in RULES if rule.on(self.config) and rule.role == "user" for marker in rule.markers}
-        markers |= {'"role":"system"', '"role":"developer"', '"role": '} if self.config.system_first else set()
-        if any(raw.find(marker.encode(), cut) >= 0 for marker in markers):
+        roles = (b'"role":"system"', b'"role":"developer"', b'"role": ') if self.config.system_first else ()
+        if any(raw.find(marker, cut) >= 0 for marker in roles):
             return False
         try:
             body = parse(bytes(raw[:cut]).rstrip(b", \n\r\t") + b"]}")
         except Unreadable:
             return False
-        view = view_of(body, dialect)
+        view, report = view_of(body, dialect), Report()
         if view is None:
             return False
-        report, before = Report(), dump(body)
-        scrub_view(view, before, self.config, report)
-        if report.edits() or (self.config.replay and lift(view, self.replay.rows)):
+        self.scrubber.apply(view, report)
+        if report.edits() or lift(view, self.replay.lift_text):
             return False
         exchange.trace = Trace(conversation_of(view))
         exchange.stream = b'"stream":true' in raw[:4096] or b'"stream":true' in raw[-4096:]
@@ -3047,13 +3147,8 @@ class Proxy:
         if view is None:
             return
         exchange.report.items = len(view.turns)
-        exchange.trace = self.replay.apply(view, [], Report())
+        exchange.trace = self.replay.apply(view, [], Report(), raw)
         exchange.view = view
-        at = raw.find(b'"tools":')
-        if at >= 0:
-            text = bytes(raw[at + 8 :]).decode("utf-8")
-            _, end = json.JSONDecoder().raw_decode(text)
-            self.clean_tools.append(bytes(raw[at : at + 8 + len(text[:end].encode())]))
 
     def diagnosis(self, exchange: Exchange) -> Headers:
         """The response headers for a request that has X-Cache-Diagnostic: true."""
@@ -3365,7 +3460,9 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        keep = {k: view.body[k] for k in ("model", "system", "instructions", "tools", "tool_choice") if k in view.body}
+        keep: Json = {
+            k: view.body[k] for k in ("model", "system", "instructions", "tools", "tool_choice") if k in view.body
+        }
         systems = [turn.item for turn in view.turns[: view.leading()]]
         user: Json = {"role": "user", "content": "."}
         body: Json = {**keep, view.dialect.turns: [*systems, user], "stream": False}
