@@ -1202,9 +1202,11 @@ class Replay:
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
-        if text not in self.cuts:
-            remember(self.cuts, text, lift_text(text, self.rows), 16)
-        return self.cuts[text]
+        known = self.cuts.get(text)
+        if known is None:
+            known = lift_text(text, self.rows)
+            remember(self.cuts, text, known, 16)
+        return known
 
     def mask(self, text: str) -> str:
         """mask() with a memory: history comes again with every request."""
@@ -1491,18 +1493,25 @@ USAGE_PATHS = (  # where a server puts a number: (field, path in the JSON object
 def usage_of(*windows: bytes) -> Usage:
     """The cache numbers in an answer, from its first and last bytes (SSE or JSON; llama-server, LM Studio and others).
 
-    A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
+    A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole. The
+    last object of a kind in a window counts: servers that report in every event report running totals.
     """
     usage = Usage()
     for window in windows:
         for kind in ("usage", "timings"):
-            for match in re.finditer(rb'"%s"\s*:\s*(?=\{)' % kind.encode(), window):
-                try:
-                    value, _ = json.JSONDecoder().raw_decode(window[match.end() :].decode("utf-8", "replace"))
-                except (ValueError, RecursionError):
-                    continue
-                read_usage(usage, kind, value)
+            end = len(window)
+            while (at := window.rfind(b'"%s"' % kind.encode(), 0, end)) >= 0:
+                end = at
+                with contextlib.suppress(ValueError, RecursionError):
+                    text = window[at + len(kind) + 2 : at + 4096].decode("utf-8", "replace").lstrip()
+                    value = _decoder.raw_decode(text[1:].lstrip())[0] if text[:1] == ":" else None
+                    if isinstance(value, dict):
+                        read_usage(usage, kind, value)
+                        break
     return usage
+
+
+_decoder = json.JSONDecoder()
 
 
 def read_usage(usage: Usage, kind: str, value: Json) -> None:
@@ -1584,17 +1593,28 @@ def segments_of(view: View) -> list[Segment]:
     if isinstance(tools, list):
         found += [Segment(f"tool {tool_name(tool)}", json.dumps(tool)) for tool in tools]
     for number, turn in enumerate(view.turns[start:], 1):
-        parts = [turn.text(), turn.rest()]
-        for key in ("tool_calls", "arguments", "name"):
-            if turn.item is not None and turn.item.get(key) is not None:
-                value = turn.item[key]
-                parts.append(value if isinstance(value, str) else json.dumps(value))
-        found.append(Segment(f"turn {number} ({turn.role})", "\n".join(part for part in parts if part)))
+        text, rest = turn.text(), turn.rest()
+        said = [text] if text else []
+        if rest:
+            item = turn.item or {}
+            said += [rest, *(dump(item[key]).decode() for key in ("tool_calls", "arguments", "name") if key in item)]
+        found.append(Segment(f"turn {number} ({turn.role})", "\n".join(said)))
     return found
 
 
 def first_turn(segments: list[Segment]) -> int:
     return next((i for i, segment in enumerate(segments) if segment.where.startswith("turn ")), len(segments))
+
+
+def opening_of(segments: list[Segment]) -> str:
+    """The first turn's text."""
+    at = first_turn(segments)
+    return segments[at].text if at < len(segments) else ""
+
+
+def text_size(text: str) -> int:
+    """About the bytes that a string takes in memory."""
+    return 120 + len(text) * (1 if text.isascii() else 3)
 
 
 def tooled(names: Iterable[str]) -> bool:
@@ -1695,16 +1715,14 @@ ADVICE = {
 
 
 class Entry:
-    """A prompt as it was forwarded: keys of its texts, and the chain of keys up to each segment."""
+    """A prompt as it was forwarded; `chain` holds a hash of all up to each segment, `opening` is the first turn."""
 
-    __slots__ = ("chain", "conversation", "keys", "names", "opening", "time")
+    __slots__ = ("chain", "conversation", "names", "opening", "texts")
 
-    def __init__(self, conversation: str, segments: list[Segment], keys: list[bytes], chain: list[bytes]) -> None:
-        self.conversation, self.keys, self.chain = conversation, keys, chain
+    def __init__(self, conversation: str, segments: list[Segment], texts: list[str], chain: list[int]) -> None:
+        self.conversation, self.texts, self.chain = conversation, texts, chain
         self.names = [segment.where for segment in segments]
-        opening = first_turn(segments)
-        self.opening = keys[opening] if opening < len(keys) else b""
-        self.time = time.monotonic()
+        self.opening = opening_of(segments)
 
 
 class Ledger:
@@ -1714,29 +1732,28 @@ class Ledger:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Entry] = collections.OrderedDict()
-        self.texts: dict[bytes, list[Any]] = {}  # key -> [text, users]
-        self.index: dict[bytes, int] = {}  # chain up to a segment -> the newest entry that has it
-        self.ends: collections.Counter[bytes] = collections.Counter()
+        self.texts: dict[str, list[Any]] = {}  # text -> [the string that all share, users]
+        self.index: dict[int, int] = {}  # chain up to a segment -> the newest entry that has it
+        self.ends: collections.Counter[int] = collections.Counter()
         self.latest: dict[str, int] = {}  # conversation -> its newest entry
         self.count = 0
         self.away = 0.0  # when the backend was last found away
 
     def judge(self, segments: list[Segment], conversation: str, side: str = "") -> Verdict:
         """Compare a prompt with those before it, then remember it. What the server says comes later, in settle()."""
-        keys = [digest(segment.text) for segment in segments]
-        chain, last = [], b""
-        for segment, key in zip(segments, keys, strict=True):
-            last = digest(last, segment.where, key)
+        chain, last = [], 0
+        for segment in segments:
+            last = hash((last, segment))
             chain.append(last)
         with self.lock:
             verdict = self.compare(segments, chain, conversation)
             verdict.side = side
-            self.remember(Entry(conversation, segments, keys, chain), segments)
+            self.remember(conversation, segments, chain)
         return verdict
 
-    def compare(self, segments: list[Segment], chain: list[bytes], conversation: str) -> Verdict:
+    def compare(self, segments: list[Segment], chain: list[int], conversation: str) -> Verdict:
         """Find the stored prompt with the longest common prefix, and say where they part and why."""
-        if not self.entries:
+        if not self.entries or not segments:
             return Verdict()
         total = sum(len(segment.text) for segment in segments) or 1
         depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
@@ -1747,7 +1764,7 @@ class Ledger:
         verdict.since = [other.conversation for other in itertools.islice(newer, 64)]
         if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
             return verdict
-        old = self.texts[entry.keys[depth]][0] if depth < len(entry.keys) else ""
+        old = entry.texts[depth] if depth < len(entry.texts) else ""
         new, names, opening = segments[depth].text, [segment.where for segment in segments], first_turn(segments)
         at = common_prefix(old, new)
         verdict.share = (same + at) / total
@@ -1759,8 +1776,8 @@ class Ledger:
             if tools[0] != tools[1]:
                 verdict.kind = "tool order" if sorted(tools[0]) == sorted(tools[1]) else "tools"
         if depth < opening:
-            ours = entry.opening == (digest(segments[opening].text) if opening < len(segments) else b"")
-            rewritten = (ours and tooled(entry.names) == tooled(names)) or alike(old, new)
+            ours = entry.opening == opening_of(segments) and tooled(entry.names) == tooled(names)
+            rewritten = ours or alike(old, new)
             verdict.name = "rewritten" if rewritten else "cold" if verdict.share < 0.05 else "new branch"
         else:
             history = any("(assistant)" in name for name in names[depth + 1 :])
@@ -1768,47 +1785,48 @@ class Ledger:
             verdict.name = "rewritten" if history and known else "new branch"
         return verdict
 
-    def counterpart(self, segments: list[Segment], chain: list[bytes], depth: int, conversation: str) -> Entry:
+    def counterpart(self, segments: list[Segment], chain: list[int], depth: int, conversation: str) -> Entry:
         """The entry to compare with: the newest of this conversation if none has more in common, else that one."""
-        link = chain[depth - 1] if depth else b""
+        link = chain[depth - 1] if depth else 0
         own = self.entries.get(self.latest.get(conversation, 0))
         if own is not None and (not depth or link in own.chain):
             return own
         if depth:
             return self.entries[self.index[link]]
-        opening = first_turn(segments)
-        talk = digest(segments[opening].text) if opening < len(segments) else b""
+        talk = opening_of(segments)
         newest = list(itertools.islice(reversed(self.entries.values()), 16))
         return next((entry for entry in newest if entry.opening == talk), newest[0])
 
-    def remember(self, entry: Entry, segments: list[Segment]) -> None:
+    def remember(self, conversation: str, segments: list[Segment], chain: list[int]) -> None:
         self.count += 1
-        self.entries[self.count] = entry
-        self.latest[entry.conversation] = self.count
-        for key, segment in zip(entry.keys, segments, strict=True):
-            held = self.texts.setdefault(key, [segment.text, 0])
+        texts = []
+        for segment in segments:
+            held = self.texts.setdefault(segment.text, [segment.text, 0])
             held[1] += 1
             if held[1] == 1:
-                self.size += 120 + len(segment.text) * (1 if segment.text.isascii() else 3)
-        self.size += 300 * len(entry.keys)
-        for link in entry.chain:
+                self.size += text_size(segment.text)
+            texts.append(held[0])  # the one string that all prompts share
+        self.entries[self.count] = Entry(conversation, segments, texts, chain)
+        self.latest[conversation] = self.count
+        self.size += 300 * len(chain)
+        for link in chain:
             self.index[link] = self.count
-        if entry.chain:
-            self.ends[entry.chain[-1]] += 1
+        if chain:
+            self.ends[chain[-1]] += 1
         while self.size > self.limit and len(self.entries) > 1:
             self.forget()
 
     def forget(self) -> None:
         number, entry = self.entries.popitem(last=False)
-        self.size -= 300 * len(entry.keys)
+        self.size -= 300 * len(entry.chain)
         if self.latest.get(entry.conversation) == number:
             del self.latest[entry.conversation]
-        for key in entry.keys:
-            held = self.texts[key]
+        for text in entry.texts:
+            held = self.texts[text]
             held[1] -= 1
             if not held[1]:
-                self.size -= 120 + len(held[0]) * (1 if held[0].isascii() else 3)
-                del self.texts[key]
+                self.size -= text_size(text)
+                del self.texts[text]
         for link in entry.chain:
             if self.index.get(link) == number:
                 del self.index[link]
@@ -1894,7 +1912,7 @@ HOP_BY_HOP = frozenset(
     b" proxy-authorization".split()
 )
 TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-FIELD_BYTES = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % TOKEN_BYTES.pattern)
 LENGTH = re.compile(rb"[0-9]{1,19}")
 Headers = list[tuple[bytes, bytes]]
 
@@ -1919,34 +1937,42 @@ class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
 
 
-def parse_fields(lines: list[bytes]) -> Headers:
-    """Header lines as (name, value) pairs in order, case kept (RFC 9112 section 5). Raises BadHead."""
+class Fields(Headers):
+    """Header lines in order, case kept, with a look-up by lower-case name."""
+
+    def __init__(self, pairs: Headers) -> None:
+        super().__init__(pairs)
+        self.by_name: dict[bytes, list[bytes]] = {}
+        for name, value in pairs:
+            self.by_name.setdefault(name.lower(), []).append(value)
+
+    def all(self, name: bytes) -> list[bytes]:
+        return self.by_name.get(name, [])
+
+
+def parse_fields(lines: list[bytes]) -> Fields:
+    """Header lines as (name, value) pairs (RFC 9112 section 5). Raises BadHead."""
     if len(lines) > HEADER_LIMIT:
         raise BadHead("too many header lines")
     fields = []
     for line in lines:
-        name, colon, value = line.partition(b":")
-        value = value.strip(b" \t")
-        if not colon or not TOKEN_BYTES.fullmatch(name) or not FIELD_BYTES.fullmatch(value):
+        found = FIELD_LINE.fullmatch(line)
+        if not found:
             raise BadHead("bad header line")  # also a bare CR, a NUL, a folded line, a space before the colon
-        fields.append((name, value))
-    return fields
+        fields.append((found[1], found[2].strip(b" \t")))
+    return Fields(fields)
 
 
-def values(headers: Headers, name: bytes) -> list[bytes]:
-    return [value for key, value in headers if key.lower() == name]
-
-
-def end_to_end(headers: Headers, *drop: bytes) -> Headers:
+def end_to_end(headers: Fields, *drop: bytes) -> Headers:
     """The headers that a proxy passes on: without hop-by-hop ones, those that Connection names, and `drop`."""
-    listed = {token.strip().lower() for value in values(headers, b"connection") for token in value.split(b",")}
+    listed = {token.strip().lower() for value in headers.all(b"connection") for token in value.split(b",")}
     gone = HOP_BY_HOP | listed | set(drop)
     return [(name, value) for name, value in headers if name.lower() not in gone]
 
 
-def body_length(headers: Headers) -> int | None:
+def body_length(headers: Fields) -> int | None:
     """Content-Length, None when there is none. Raises BadHead unless all values are equal plain numbers."""
-    found = set(values(headers, b"content-length"))
+    found = set(headers.all(b"content-length"))
     if not found:
         return None
     length = found.pop()
@@ -2130,18 +2156,18 @@ class Request:
     method: str
     target: bytes
     version: bytes
-    headers: Headers
+    headers: Fields
 
     @property
     def path(self) -> str:
         return self.target.decode("latin-1")
 
     def get(self, name: str) -> str:
-        found = values(self.headers, name.encode())
+        found = self.headers.all(name.encode())
         return found[0].decode("latin-1") if found else ""
 
     def keep_alive(self) -> bool:
-        tokens = b",".join(values(self.headers, b"connection")).lower()
+        tokens = b",".join(self.headers.all(b"connection")).lower()
         return self.version == b"HTTP/1.1" and b"close" not in [token.strip() for token in tokens.split(b",")]
 
 
@@ -2151,7 +2177,7 @@ class Response:
 
     status: int
     reason: bytes
-    headers: Headers
+    headers: Fields
     framing: str
     length: int = 0
 
@@ -2181,12 +2207,12 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
         status = 431 if "too many" in str(error) else 400
         raise Refused(status, f"The request's head cannot be read: {error}.") from None
     request = Request(match[1].decode(), match[2], b"HTTP/1.0" if match[3] == b"HTTP/1.0" else b"HTTP/1.1", headers)
-    coding = values(headers, b"transfer-encoding")
+    coding = headers.all(b"transfer-encoding")
     if coding and (length is not None or request.version == b"HTTP/1.0"):
         raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
     if coding and [value.lower() for value in coding] != [b"chunked"]:
         raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-    hosts = values(headers, b"host")
+    hosts = headers.all(b"host")
     if len(hosts) > 1 or (not hosts and request.version == b"HTTP/1.1"):
         raise Refused(400, "A request needs one Host header.")
     target = request.target
@@ -2209,7 +2235,7 @@ def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
         raise BadHead("bad status line")
     status, headers = int(match[1]), parse_fields(lines)
     response = Response(status, match[2] or b"", headers, "close")
-    coding = b",".join(values(headers, b"transfer-encoding")).strip().lower()
+    coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
     length = body_length(headers) if not coding else None
     if method == "HEAD" or status in (204, 304) or status < 200:
         response.framing = "none"
@@ -2217,7 +2243,7 @@ def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
         if coding != b"chunked":
             raise BadHead("unknown Transfer-Encoding")
         response.framing = "chunked"
-        response.headers = [(k, v) for k, v in headers if k.lower() != b"content-length"]
+        response.headers = Fields([(k, v) for k, v in headers if k.lower() != b"content-length"])
     elif length is not None:
         response.framing, response.length = "length", length
     return response
@@ -2275,11 +2301,11 @@ class Pool:
                 upstream.wire.close()
         return None
 
-    def give(self, upstream: Upstream, headers: Headers) -> None:
+    def give(self, upstream: Upstream, headers: Fields) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says (Keep-Alive: timeout)."""
-        hint = re.search(rb"timeout=(\d{1,6})", b",".join(values(headers, b"keep-alive")))
+        hint = re.search(rb"timeout=(\d{1,6})", b",".join(headers.all(b"keep-alive")))
         seconds = min(REUSE_SECONDS, int(hint[1]) - 1.0) if hint else REUSE_SECONDS
-        tokens = b",".join(values(headers, b"connection")).lower()
+        tokens = b",".join(headers.all(b"connection")).lower()
         if b"close" in tokens or seconds <= 0 or upstream.dirty or upstream.wire.buf:
             upstream.wire.close()
             return
@@ -2321,7 +2347,8 @@ class Tap:
         if not self.recent:
             return b"", b""
         if not self.chunked:
-            return bytes(self.first), b"".join(entry[3] for entry in self.recent)
+            whole = self.total == len(self.first)
+            return bytes(self.first), b"" if whole else b"".join(entry[3] for entry in self.recent)
         found = []
         tail = b"".join(entry[3] for entry in self.recent)
         for chunks, data in ((Chunks(), bytes(self.first)), (Chunks(*self.recent[0][:3]), tail)):
@@ -2329,6 +2356,8 @@ class Tap:
             with contextlib.suppress(BadHead):
                 chunks.feed(data, out)
             found.append(b"".join(out))
+            if self.total == len(self.first):
+                return found[0], b""  # all of it is there
         return found[0], found[1]
 
 
@@ -2460,7 +2489,7 @@ class Relay(BaseHTTPRequestHandler):
                 else:
                     exchange.report.note = "compressed"
                     exchange.forwarded = exchange.received
-            elif values(request.headers, b"transfer-encoding"):
+            elif request.headers.all(b"transfer-encoding"):
                 exchange.received = exchange.forwarded = self.read_body(request)
             self.forward(exchange)
         except (ClientGone, ConnectionError) as error:
@@ -2488,7 +2517,7 @@ class Relay(BaseHTTPRequestHandler):
         length = body_length(request.headers)
         if length is not None and length > limit:
             raise Refused(413, f"The body has {length} bytes; MAX_BODY_MB allows {limit}.")
-        chunks = Chunks() if values(request.headers, b"transfer-encoding") else None
+        chunks = Chunks() if request.headers.all(b"transfer-encoding") else None
         if chunks is None and not length:
             return b""
         self.expect(request)
@@ -2700,7 +2729,7 @@ class Relay(BaseHTTPRequestHandler):
         assert pair is not None and tap is not None
         timeout, framing, left = self.proxy.config.read_timeout, response.framing, response.length
         chunks = Chunks() if framing == "chunked" else None
-        encoded = bool(values(response.headers, b"content-encoding"))
+        encoded = bool(response.headers.all(b"content-encoding"))
         if framing == "none" or (framing == "length" and not left):
             client.sendall(head)
             return
@@ -3285,9 +3314,10 @@ class Metrics:
             self.number += 1
             exchange.number = self.number
             self.counts["requests", str(exchange.status)] += 1
-            for field in dataclasses.fields(report):
-                if field.name not in ("items", "items_modified", "note"):
-                    self.counts["edits", field.name] += getattr(report, field.name)
+            if report.edits():
+                for name, number in vars(report).items():
+                    if name not in ("items", "items_modified", "note"):
+                        self.counts["edits", name] += number
             if report.note:
                 self.counts["untouched", report.note.split(" (")[0]] += 1
             if exchange.dialect is None:
