@@ -49,6 +49,7 @@ import select
 import signal
 import socket
 import socketserver
+import stat
 import statistics
 import struct
 import sys
@@ -60,6 +61,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, NamedTuple
+
+try:
+    import ssl
+except ImportError:  # a Python that was built without it: http backends only
+    AGAIN: tuple[type[OSError], ...] = (BlockingIOError,)
+else:
+    AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 __version__ = "1.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
@@ -77,7 +85,7 @@ class ConfigError(ValueError):
 
 
 def setting(default: Any, help: str, **check: Any) -> Any:
-    """A Config field: `help` for --help and README; `check` holds low/high (numbers), choices, or kind (url, regex)."""
+    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host, url, regex)."""
     return dataclasses.field(default=default, metadata={"help": help, **check})
 
 
@@ -88,7 +96,7 @@ class Config:
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does not compile.
     """
 
-    listen_host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    listen_host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", low=0, high=65535)
     backend_url: str = setting(
         "",
@@ -140,9 +148,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            fault = _fault(item, getattr(self, item.name))
-            if fault:
-                raise ConfigError(f"{item.name.upper()}={getattr(self, item.name)!r}: {fault}")
+            value = getattr(self, item.name)
+            _checked(item, item.name.upper(), value, value)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -151,9 +158,10 @@ class Config:
         for item in dataclasses.fields(cls):
             name = item.name.upper()
             if item.metadata.get("kind") == "regex":
-                values[item.name] = _numbered(environ, name)
-            elif environ.get(name, "").strip():
-                values[item.name] = _convert(name, environ[name].strip(), item.default)
+                found = _numbered(environ, name)
+                values[item.name] = tuple(text for key, text in found if _checked(item, key, text, (text,)))
+            elif text := environ.get(name, "").strip():
+                values[item.name] = _checked(item, name, text, _convert(item, text))
         return cls(**values)
 
     @classmethod
@@ -167,47 +175,56 @@ class Config:
         return rows
 
 
-def _numbered(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """NAME, NAME_2, NAME_3, ... in the order of their numbers."""
+def _numbered(environ: Mapping[str, str], name: str) -> list[tuple[str, str]]:
+    """(variable, value) of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
     found = []
     for key, value in environ.items():
         number = key[len(name) + 1 :] if key.startswith(name + "_") else "1" if key == name else ""
         if number.isascii() and number.isdigit() and value:
-            found.append((int(number), value))
-    return tuple(value for _, value in sorted(found))
+            found.append((int(number), key, value))
+    return [(key, value) for _, key, value in sorted(found)]
 
 
-def _convert(name: str, text: str, default: Any) -> Any:
-    """A variable's text in the type of its default."""
-    if isinstance(default, bool):
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off"):
-            return False
-        raise ConfigError(f"{name}={text!r}: must be 0 or 1")
-    if isinstance(default, (int, float)):
-        try:
-            return type(default)(text)
-        except ValueError:
-            kind = "a whole number" if isinstance(default, int) else "a number"
-            raise ConfigError(f"{name}={text!r}: must be {kind}") from None
-    return text
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_KINDS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple of texts"}
+
+
+def _convert(item: dataclasses.Field[Any], text: str) -> Any:
+    """A variable's text in the type of its setting; as it is, where that cannot be."""
+    if isinstance(item.default, bool):
+        return _WORDS.get(text.lower(), text)
+    if isinstance(item.default, (int, float)):
+        with contextlib.suppress(ValueError):
+            return type(item.default)(text)
+    return text.lower() if "choices" in item.metadata else text
+
+
+def _checked(item: dataclasses.Field[Any], name: str, given: Any, value: Any) -> Any:
+    """`value`, if the setting allows it."""
+    if fault := _fault(item, value):
+        raise ConfigError(f"{name}={given!r}: {fault}")
+    return value
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    check = item.metadata
+    check, kind = item.metadata, type(item.default)
+    types: Any = {bool: int, float: (int, float), tuple: (tuple, list)}.get(kind, kind)
+    if not isinstance(value, types) or (kind is bool and value not in (0, 1)):
+        return f"must be {_KINDS[kind]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
     if "choices" in check and value not in check["choices"]:
         return "must be one of " + ", ".join(check["choices"])
+    if check.get("kind") == "host" and not re.fullmatch(r"[\w.:%-]+", value, re.ASCII):
+        return "must be an address or a host name"
     if check.get("kind") == "url" and value:
         return _url_fault(value)
     if check.get("kind") == "regex":
         for pattern in value:
             try:
                 re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
+            except (re.error, TypeError, OverflowError, RecursionError) as error:
                 return f"must be a Python regular expression: {error}"
     return ""
 
@@ -219,7 +236,7 @@ def _url_fault(value: str) -> str:
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         return wanted
-    if not good or parts.query or parts.fragment or parts.username or not value.isascii() or re.search(r"\s", value):
+    if not good or parts.query or parts.fragment or "@" in parts.netloc or re.search(r"[^!-~]", value):
         return wanted
     return ""
 
@@ -250,8 +267,8 @@ DIALECTS = {
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?", re.ASCII
 )
-TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
-SYSTEM_ROLES = frozenset(("system", "developer"))
+TEXT_PARTS = ("text", "input_text", "output_text")  # tuples: what a client sends as its type need not be hashable
+SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = {  # Responses items that are no messages
     "function_call": "assistant",
     "custom_tool_call": "assistant",
@@ -315,11 +332,14 @@ class Turn:
         content, item = self.holder.get(self.key), self.item
         said: list[Any] = []
         if isinstance(content, list):
-            said += [bare(p) for p in content if isinstance(p, dict) and p.get("type") not in _UNSAID_PARTS]
+            for part in content:
+                if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
+                    said += [part.get("id"), part.get("name")] if part.get("type") == "tool_use" else [bare(part)]
         elif content is not None and not isinstance(content, str):
             said.append(content)
         if item is not None:
-            said += [item[key] for key in ("call_id", "tool_call_id") if key in item]
+            keys = ("name",) if self.role == "user" else ("call_id", "tool_call_id")
+            said += [item[key] for key in keys if item.get(key) is not None]
             calls = item.get("tool_calls")
             for call in calls if isinstance(calls, list) else ():
                 function = call.get("function") if isinstance(call, dict) else None
@@ -329,13 +349,12 @@ class Turn:
 
 PIECE = "\x1f"
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-_UNSAID_PARTS = TEXT_PARTS | {"thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"}
+_UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
 
 
 def bare(part: Json) -> Json:
-    """A content part without what llama-server does not read (cache_control) or clients spell anew (a call's input)."""
-    dropped = ("cache_control", "input") if part.get("type") == "tool_use" else ("cache_control",)
-    return {key: value for key, value in part.items() if key not in dropped}
+    """A content part, item or tool without what llama-server does not read."""
+    return {key: value for key, value in part.items() if key != "cache_control"}
 
 
 class View:
@@ -408,9 +427,7 @@ def guess_dialect(body: Json) -> Dialect:
         return DIALECTS["responses"]
     if "messages" not in body:
         return DIALECTS["completions"]
-    return DIALECTS[
-        "messages" if "system" in body or "max_tokens" in body and "stop" not in body else "chat/completions"
-    ]
+    return DIALECTS["messages" if "system" in body else "chat/completions"]
 
 
 class Unreadable(ValueError):
@@ -514,16 +531,16 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)"),
     ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
     ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
-    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)(?:\n+|$)"),
-    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>(?:\n+|$)"),
-    ("reminder", r"<system-reminder>.*?</system-reminder>(?:\n+|$)"),
-    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>(?:\n+|$)"),
-    ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\](?:\n+|$)"),
+    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)"),
+    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
+    ("reminder", r"<system-reminder>.*?</system-reminder>"),
+    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
+    ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\]"),
     ("line", r"(?:\[(?:media attached|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
 TAIL = re.compile(
-    r"\n+(?:\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]|Runtime: agent=[^\n]* \| [^\n]*|"
+    r"(?<!\n)\n+(?:\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]|Runtime: agent=[^\n]* \| [^\n]*|"
     r"<system-reminder>(?:(?!<system-reminder>).)*</system-reminder>|"
     r"<environment_details>(?:(?!<environment_details>).)*</environment_details>)\s*\Z",
     re.DOTALL,
@@ -550,6 +567,10 @@ def lead(text: str) -> list[re.Match[str]]:
     return found
 
 
+def only_lead(text: str) -> bool:
+    """Whether a part of a user turn holds decorations alone, so that the next part begins what the person wrote."""
+    spans = lead(text)
+    return not text[spans[-1].end() if spans else 0 :].strip()
 # --- JSON members taken out without touching the layout of what stays --------------------------------------------------
 
 ID_KEYS = frozenset(("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"))
@@ -562,7 +583,8 @@ def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tup
     """Take members named in `keys` out of the JSON object or array that begins at text[start].
 
     Returns (new value, end of the old value, members removed). Separators and indentation of the members that stay are
-    kept, so no comma dangles. Raises ValueError when the brackets do not match.
+    kept, so no comma dangles. Raises ValueError when the brackets do not match or a member has no name; what stands for
+    a value is not checked.
     """
     opener = text[start]
     closer = {"{": "}", "[": "]"}[opener]
@@ -590,8 +612,11 @@ def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tup
             raise ValueError("brackets do not match")
         if begin < 0:
             begin = piece = token.start()
-            if word[0] == '"' and opener == "{":
-                name = word[1:-1]
+            if opener == "{":
+                colon = TOKEN.search(text, at)
+                if word[0] != '"' or colon is None or colon.group() != ":":
+                    raise ValueError("no member")
+                name, at = word[1:-1], colon.end()
         if word in "{[":
             value, last, count = drop_members(
                 text, token.start(), keys if deep and name not in keys else frozenset(), deep
@@ -631,20 +656,23 @@ Lead = list[re.Match[str]]
 
 def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
     """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
-    at = 0
-    while (mark := text.find('"openclaw.inbound_meta.', at)) >= 0:
-        at, start = mark + 1, mark
-        for _attempt in range(32):  # the object's own brace is the nearest one whose object reaches beyond the mark
-            start = text.rfind("{", 0, start)
-            try:
-                value, end, count = drop_members(text, start, INBOUND_KEYS, False) if start >= 0 else ("", 0, -1)
-            except (ValueError, RecursionError):
+    done = 0
+    for mark in INBOUND_SCHEMA.finditer(text):
+        start = mark.start()
+        for _attempt in range(32):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
+            start = text.rfind("{", done, start)
+            if start < 0:
                 break
-            if count < 0 or end > mark:
-                if count > 0:
-                    yield Cut(start, end, value, count)
-                at = max(at, end)
-                break
+            with contextlib.suppress(ValueError, RecursionError):
+                value, end, found = drop_members(text, start, SCHEMA_KEY, False)
+                if found and end > mark.start():
+                    value, done, count = drop_members(text, start, INBOUND_KEYS, False)
+                    if count:
+                        yield Cut(start, done, value, count)
+                    break
+
+
+INBOUND_SCHEMA, SCHEMA_KEY = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.'), frozenset(("schema",))
 
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
@@ -662,7 +690,7 @@ def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
 ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n+(?=.)", re.MULTILINE | re.DOTALL
+    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE
 )
 
 
@@ -705,8 +733,8 @@ RULES = (
         "system", False, cut_inbound, "msg_ids_removed", "channel, provider, chat_id: stable in a conversation",
     ),
     Rule(
-        "ids in user blocks", lambda c: c.strip_message_ids == "1", ("message_id", "reply_to_id", "slack message id"),
-        "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
+        "ids in user blocks", lambda c: c.strip_message_ids == "1",
+        ("message_id", "reply_to_id", "message_sid", "slack message id"), "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
     ),
     Rule(
         "time stamp", lambda c: c.strip_timestamps, (" 202", " 203"),
@@ -736,10 +764,13 @@ class Scrubber:
         for turn in view.all():
             if turn.role not in ("system", "user"):
                 continue
-            changed = False
-            for slot in turn.slots():
-                changed |= self.edit(slot, turn.role, not seen_system, report)
-                seen_system = seen_system or turn.role == "system"
+            changed, slots, user = False, turn.slots(), turn.role == "user"
+            first = user or not seen_system
+            for slot in slots:
+                before = slot.get()
+                changed |= self.edit(slot, turn.role, first, report)
+                first = first and user and slot is not slots[-1] and only_lead(before)
+            seen_system = seen_system or (not user and bool(slots))
             if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
                 for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
                     del turn.item[key]
@@ -771,7 +802,7 @@ class Scrubber:
     def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
         """The text after all rules, and what to count."""
         due = [rule for rule in self.rules if rule.role == role and any(marker in text for marker in rule.markers)]
-        spans = lead(text) if due and role == "user" else []
+        spans = lead(text) if due and role == "user" and first else []
         cuts: list[Cut] = []
         counts = []
         for rule in due:
@@ -781,8 +812,10 @@ class Scrubber:
         for cut in sorted(cuts, reverse=True):
             text = text[: cut.start] + cut.put + text[cut.end :]
         for pattern in self.patterns:
-            text, count = pattern.subn("", text)
-            counts.append(("regex_removed", count))
+            found_texts = [match.group() for match in pattern.finditer(text)]
+            if any(found_texts):
+                text = pattern.sub("", text)
+                counts.append(("regex_removed", sum(map(bool, found_texts))))
         return text, [pair for pair in counts if pair[1]]
 
 
@@ -798,11 +831,11 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = MEMO_SIZE) 
 
 def drop_empty_first(view: View) -> None:
     """Take out a first system block or message that the billing rule left empty."""
-    turn = next(turn for turn in view.all() if turn.role == "system")
-    content = turn.holder.get(turn.key)
+    turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+    content, slot = turn.holder.get(turn.key), turn.slots()[0]
     if isinstance(content, list) and len(content) > 1:
-        if turn.slots()[0].get() == "":
-            del content[0]
+        if slot.get() == "":
+            turn.holder[turn.key] = [part for part in content if part is not slot.holder and part != ""]
             turn.found = None
     elif turn.text() == "" and turn.item is None:
         del turn.holder[turn.key]
@@ -846,8 +879,8 @@ def system_first(view: View, report: Report) -> None:
     merge = turns[0 if view.head else 1 : count]
     answered = next((i for i, turn in enumerate(turns) if turn.role in ("assistant", "tool")), len(turns))
     hoist = next((turn for turn in turns[count:answered] if turn.role == "system"), None)
-    if not all(turn.slots() for turn in turns if turn.role == "system"):
-        return  # a system message without text: an unknown shape
+    if not all(turn.slots() and not turn.rest() for turn in turns if turn.role == "system"):
+        return  # a system message without text, or with more than text: an unknown shape
     for turn in [*merge, *([hoist] if hoist else [])]:
         if base is None:
             if view.dialect.system:
@@ -908,7 +941,10 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
-    body = copy.deepcopy(payload)
+    try:
+        body = copy.deepcopy(payload)
+    except RecursionError:
+        return payload, Report(note="nested too deeply")
     view = view_of(body, named[dialect] if dialect else guess_dialect(body)) if isinstance(body, dict) else None
     if view is None:
         report.note = "unknown shape"
@@ -957,8 +993,8 @@ LIFTS = (
     ),
     _lift(
         "Claude Code to 2.1.2xx", "gitStatus: ",
-        rf"^gitStatus: [^\n]*\n(?:\n|Current branch: [^\n]*\n|Main branch [^\n]*\n|Git user: [^\n]*\n)*"
-        rf"(?:Status:\n(?:[^\n]+\n)*\n?)?(?:Recent commits:\n{_COMMITS})?",
+        rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
+        rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
         "`# gitStatus` in a user reminder, git advice in tool descriptions",
     ),
     _lift(
@@ -999,7 +1035,8 @@ LIFTS = (
     ),
     _lift(
         "Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-        rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})[^\n]{{0,40}}(?:\n|\Z)",
+        rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
+        r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
         "a longer sentence that only mentions the current date",
     ),
 )  # fmt: skip
@@ -1023,18 +1060,20 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
     for row in rows:
-        for match in reversed(row.find(text)):
-            found.append(Lifted(row, match.group().strip()))
+        matches = row.find(text)
+        found += [Lifted(row, match.group().strip()) for match in matches]
+        for match in reversed(matches):
             text = text[: match.start()] + text[match.end() :]
     return text, found
 
 
-def lift(view: View, cut: Callable[[str], tuple[str, list[Lifted]]]) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them. `cut` is lift_text with its rows."""
+def lift(view: View, replay: Replay) -> list[Lifted]:
+    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks, and so there is no
+    turn to set them down in."""
     found: list[Lifted] = []
-    if any(turn.role == "user" and turn.slots() for turn in view.turns):  # else there is nowhere to set them down
+    if replay.rows and any(replay.speaks(turn) for turn in view.turns):
         for slot in [slot for turn in view.system() for slot in turn.slots()]:
-            text, pieces = cut(slot.get())
+            text, pieces = replay.lift_text(slot.get())
             if pieces:
                 slot.set(text)
                 found += pieces
@@ -1046,17 +1085,25 @@ def lift(view: View, cut: Callable[[str], tuple[str, list[Lifted]]]) -> list[Lif
 # ======================================================================================================================
 
 
+CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))  # by carriers; the
+# other kinds of decoration make no carrier: a person may have typed them, and nothing else
+
+
+def undress(text: str) -> tuple[list[tuple[str, str]], str]:
+    """The decorations at both ends of a user text, as (kind, text), and what stands between them."""
+    matches = lead(text)
+    found = [(str(match.lastgroup), match.group().strip()) for match in matches]
+    text = text[matches[-1].end() if matches else 0 :].rstrip()
+    while (text.endswith(("]", ">")) or "\nRuntime: agent=" in text) and (tail := TAIL.search(text)):
+        piece = tail.group().strip()
+        found.append(("reminder" if piece[:2] == "<s" else "environment" if piece[:2] == "<e" else "line", piece))
+        text = text[: tail.start()].rstrip()
+    return found, text
+
+
 def mask(text: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
     """A user text without the decorations that clients add to the newest turn and take from history."""
-    matches = lead(text)
-    if matches:
-        text = text[matches[-1].end() :]
-    text = text.rstrip()
-    while text.endswith(("]", ">")) or "\nRuntime: agent=" in text:
-        shorter = TAIL.sub("", text)
-        if shorter == text:
-            break
-        text = shorter
+    text = undress(text)[1]
     for pattern in patterns:
         text = pattern.sub("", text)
     return text.strip()
@@ -1082,19 +1129,40 @@ class Unit:
 
 
 class Version:
-    """A unit as it was forwarded once: `items` are JSON objects (own turn first, None: as it comes), `head` the system
-    prompt it stood under, `claims` the answers that followed it, `parent` the (key, serial) of the one before it."""
+    """A unit as it was forwarded once: `items` are JSON objects (own turn first, None: as it comes), `parent` is the
+    (key, serial) of the one before it.
 
-    __slots__ = ("claims", "head", "hint", "items", "parent", "pending", "serial", "size")
+    `claims` are the answers that a client went on from; `open` tells how the others began, '' while that is not known.
+    `moved` has hashes: of a decoration that the client rewrote in history, and of what was set down for it last.
+    """
 
-    def __init__(self, items: list[Json | None], head: bytes, parent: tuple[bytes, int] | None, serial: int) -> None:
-        self.items, self.head, self.parent, self.serial = items, head, parent, serial
-        self.claims: set[bytes] = set()
-        self.pending, self.hint = True, ""
-        self.size = 400 + sum(2 * len(dump(item)) for item in items if item)
+    __slots__ = ("claims", "items", "moved", "open", "parent", "serial", "size")
+
+    def __init__(self, items: list[Json | None], parent: tuple[bytes, int] | None, serial: int) -> None:
+        self.items, self.parent, self.serial = items, parent, serial
+        self.claims: tuple[bytes, ...] = ()
+        self.open: tuple[str, ...] = ()
+        self.moved: dict[bytes, bytes] = {}
+        self.size = 1200 + sum(2 * len(dump(item)) for item in items if item)
 
     def decorated(self) -> bool:
         return self.items != [None]
+
+    def goes_on(self, answer: str) -> bool | None:
+        """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
+        if digest(answer) in self.claims:
+            return True
+        found = [agrees(hint, answer) for hint in self.open]
+        return True if True in found else None if None in found else False
+
+    def claim(self, answer: str) -> None:
+        """Note an answer that a client went on from; the last eight tell branches apart."""
+        mark, found = digest(answer), [agrees(hint, answer) for hint in self.open]
+        wanted = True if True in found else None
+        if wanted in found and (wanted or mark not in self.claims):
+            self.open = tuple(hint for i, hint in enumerate(self.open) if i != found.index(wanted))
+        if mark not in self.claims:
+            self.claims = (*self.claims[-7:], mark)
 
 
 class Store:
@@ -1117,19 +1185,17 @@ class Store:
         return found
 
     def add(self, key: bytes, version: Version) -> Version:
-        """Remember a version; one that is equal already is taken instead, and waits for an answer again."""
+        """Remember a version, or take one that is equal already; it waits for an answer."""
         known = self.versions.setdefault(key, [])
         self.versions.move_to_end(key)
-        for old in known:
-            if old.head == version.head and old.items == version.items:
-                known.remove(old)
-                known.append(old)
-                old.pending, old.parent = True, version.parent
-                return old
-        known.append(version)
-        self.account(version, 1)
-        if len(known) > 32:
-            self.account(known.pop(0), -1)
+        old = next((v for v in known if v.parent == version.parent and v.items == version.items), None)
+        if old is None:
+            known.append(version)
+            self.account(version, 1)
+            if len(known) > 64:
+                self.account(known.pop(0), -1)
+        version = old or version
+        version.open = (*version.open[-7:], "")
         return version
 
     def clean_tools(self, raw: bytes | bytearray) -> list[bytes] | None:
@@ -1199,13 +1265,22 @@ class Replay:
         self.rows = lift_rows(config)
         self.masks: dict[str, str] = {}
         self.cuts: dict[str, tuple[str, list[Lifted]]] = {}
+        self.held = 0  # characters in both
+
+    def hold(self, memo: dict[str, Any], text: str, value: Any) -> None:
+        """Remember a result, within a sixteenth of the memory for replay."""
+        if self.held + len(text) > self.store.limit >> 4:
+            self.masks, self.cuts, self.held = {}, {}, 0
+        elif len(text) <= self.store.limit >> 7:
+            memo[text] = value
+            self.held += 2 * len(text)
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
         known = self.cuts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            remember(self.cuts, text, known, 16)
+            self.hold(self.cuts, text, known)
         return known
 
     def mask(self, text: str) -> str:
@@ -1214,30 +1289,58 @@ class Replay:
         if masked is None:
             masked = mask(text, self.patterns)
             if len(text) <= MEMO_TEXT:
-                remember(self.masks, text, masked)
+                self.hold(self.masks, text, masked)
         return masked
+
+    def said(self, turn: Turn) -> str | None:
+        """What a user turn says without its decorations; None when it is a carrier, which says nothing else."""
+        texts = [self.mask(slot.get()) for slot in turn.slots()]
+        said = "\n".join([text for text in texts if text]) + turn.rest()
+        plain = "" if said else turn.text().strip()
+        if plain and turn.item is not None:
+            kinds = {kind for slot in turn.slots() for kind, _ in undress(slot.get())[0]}
+            if kinds & CARRIED or not kinds:  # not kinds: a user's pattern matched
+                return None
+        return said or plain
+
+    def speaks(self, turn: Turn | None) -> bool:
+        """Whether a person speaks in a turn: it is no carrier, and has more than results of tools."""
+        if turn is None or turn.role != "user" or not isinstance(turn.holder.get(turn.key), (str, list)):
+            return False
+        parts = listed(turn.holder.get(turn.key))
+        results = any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts)
+        return any(self.mask(slot.get()) for slot in turn.slots()) if results else bool(self.said(turn))
 
     def units(self, view: View, turns: list[Turn]) -> list[Unit]:
         """The turns behind the system prompt as units with chained keys."""
         chain = hashlib.blake2b(view.dialect.name.encode(), digest_size=12)
+        chain.update(digest(*(turn.text() for turn in view.system())))
         units = [Unit(None, "", chain.digest())]
         for turn in turns:
-            role = turn.role
+            role, said = turn.role, None
             if role == "user":
-                texts = [self.mask(slot.get()) for slot in turn.slots()]
-                said = "\n".join([text for text in texts if text]) + turn.rest()
-                if not said and turn.item is not None and texts:
+                said = self.said(turn)
+                if said is None:
                     units[-1].carriers.append(turn)
                     continue
             elif role == "reasoning":  # clients drop reasoning at will: the chain passes it by
                 units.append(Unit(turn, "", digest(chain.digest(), role)))
                 continue
-            else:
+            elif turn.item is not None and turn.item.get("role") == "user":
+                role = "user"  # results of tools, which came with a reminder or without
+            if said is None:
                 said = turn.text().strip() + turn.rest()
-            chain.update(b"\0%s\0" % role.encode())
-            chain.update(said.encode("utf-8", "surrogatepass"))
+            data = said.encode("utf-8", "surrogatepass")
+            chain.update(b"\0%s %d\0" % (role.encode(), len(data)))
+            chain.update(data)
             units.append(Unit(turn, said, chain.digest()))
         return units
+
+    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
+        """A hash of what a conversation's requests have in common: the system prompt and the first user text, masked."""
+        units = self.units(view, view.turns[view.leading() :]) if units is None else units
+        first = next((unit.said for unit in units if unit.role() == "user"), "")
+        return digest(units[0].key, first).hex()
 
     def apply(
         self, view: View, lifted: list[Lifted], report: Report, raw: bytes | bytearray = b"", learn: bool = True
@@ -1249,48 +1352,95 @@ class Replay:
         """
         start = view.leading()
         units = self.units(view, view.turns[start:])
-        head = digest(*(turn.text() for turn in view.system()))
-        first = next((unit.said for unit in units if unit.role() == "user"), "")
-        trace = Trace(digest(view.dialect.name, head, first).hex())
+        trace = Trace(self.conversation(view, units))
         last = max((i for i, unit in enumerate(units) if unit.role() == "assistant"), default=0)
         with self.store.lock:
             self.tools(view, units, report, raw, learn)
-            path = self.history(units, last, head)
-            restore(units, path, report)
+            path = self.history(units, last, learn)
+            moved = restore(units, path, report)
             drop_repeated(units, last, report)
-            late = set_down(units, last, lifted, report)
+            late = self.set_down(view.dialect.text, units, last, lifted, moved, path, report)
             view.turns = view.turns[:start] + flat(units)
             view.store()
             if learn:
-                self.learn(units, last, late, path, head, trace)
+                self.learn(units, last, late, path, trace)
                 self.store.trim()
         return trace
 
-    def history(self, units: list[Unit], last: int, head: bytes) -> dict[int, Version]:
-        """The stored version of each unit of history (those before the last answer), where one is beyond doubt."""
+    def history(self, units: list[Unit], last: int, learn: bool) -> dict[int, Version]:
+        """The stored version of each unit of history (those before the last answer), where one is beyond doubt.
+
+        The last one that is known is told by the answer behind it; those before it are its parents, and no others.
+        """
         path: dict[int, Version] = {}
         parent: tuple[bytes, int] | None = None
-        answer = ""
+        answer: str | None = None  # the assistant turn right behind the unit
         for index in range(last - 1, -1, -1):
-            if units[index + 1].role() == "assistant":
-                answer = units[index + 1].said
-            known = self.store.find(units[index].key)
-            if not known:
-                continue
-            claim = digest(answer)
-            if path:  # a later unit is known: its parent tells which version stood here, or that none did
-                version = next((v for v in known if parent == (units[index].key, v.serial)), None)
+            key, behind = units[index].key, units[index + 1]
+            if behind.role() == "assistant":
+                answer = behind.said
+            elif behind.role() in ("user", "tool", "system"):
+                answer = None
+            known = self.store.find(key)
+            if path:
+                version = next((v for v in known if parent == (key, v.serial)), None)
             else:
-                version = pick(known, head, claim, answer)
+                version = pick(known, answer) if answer is not None else None
             if version is not None:
-                version.claims.add(claim)
-                version.pending = False
-                path[index] = version
-                parent = version.parent
+                known.remove(version)
+                known.append(version)  # the most recently used
+                path[index], parent = version, version.parent
+                if learn and answer is not None:
+                    version.claim(answer)
         return path
 
+    def set_down(
+        self, kind: str, units: list[Unit], last: int, lifted: list[Lifted], moved: list[Moved],
+        path: Mapping[int, Version], report: Report,
+    ) -> int | None:  # fmt: skip
+        """Put lifted text, and decorations that the client rewrote in history, in front of the newest user text, unless
+        the conversation's newest of their kind is equal.
+
+        Returns the index of a unit of history when the text had to go there: a tool loop whose beginning is not known.
+        """
+        if not lifted and not moved:
+            return None
+        report.lifted += len(lifted)
+        texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
+        due, said_before = [], False
+        for row in dict.fromkeys(piece.row for piece in lifted):
+            pieces = [piece.text for piece in lifted if piece.row is row]
+            said = next((hits for text in reversed(texts) if (hits := row.find(text))), None)
+            said_before = said_before or said is not None
+            if said is None or not {match.group().strip() for match in said}.issuperset(pieces):
+                due += pieces
+        fresh = [one for one in moved if one.due(texts)]
+        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), -1)
+        if taker < last:  # a tool loop: what changed waits for the next user turn
+            fresh = []
+            if said_before or any(index >= taker for index in path):
+                due = []
+        turn = units[taker].turn if taker >= 0 else None
+        if turn is None or not (due or fresh):
+            return None
+        report.lifted += len(fresh)
+        if taker < last and turn.item is not None:
+            units[taker].turn = turn = turn_of(copy.deepcopy(turn.item))  # it may be the store's own
+        text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in fresh])
+        slot = next((slot for slot in reversed(turn.slots()) if self.mask(slot.get())), None)
+        if slot is not None:
+            slot.set(text + "\n\n" + slot.get())
+        elif isinstance(turn.holder[turn.key], str):
+            turn.holder[turn.key] = text + "\n\n" + turn.holder[turn.key]
+        else:
+            turn.holder[turn.key].insert(0, {"type": kind, "text": text})
+            turn.found = None
+        for one in fresh:
+            one.note()
+        return taker if taker < last else None
+
     def learn(
-        self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], head: bytes, trace: Trace
+        self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace
     ) -> None:
         """Remember the units after the last answer as they are forwarded now, and `late`, one that changed before it."""
         for index in ([late] if late is not None else []) + list(range(last, len(units))):
@@ -1301,15 +1451,14 @@ class Replay:
             parent = (units[before].key, path[before].serial) if before is not None else None
             own = None  # stands for "as it comes"
             turn = unit.turn if unit.role() == "user" else None
-            if turn is not None and turn.item is not None and turn.text().strip() + turn.rest() != unit.said:
-                own = stored_item(turn.item)
+            if turn is not None and turn.text().strip() + turn.rest() != unit.said:
+                own = stored_item(turn.item or {"role": "user", "content": turn.text()})
             items = [own, *(stored_item(turn.item) for turn in unit.carriers if turn.item is not None)]
             self.store.serial += 1
-            path[index] = version = self.store.add(unit.key, Version(items, head, parent, self.store.serial))
+            path[index] = version = self.store.add(unit.key, Version(items, parent, self.store.serial))
             trace.newest.append(version)
             if index < last:
-                version.pending = False
-                version.claims.add(digest(next(u.said for u in units[index:] if u.role() == "assistant")))
+                version.claim(next(u.said for u in units[index:] if u.role() == "assistant"))
 
     # --- tools: first-seen form, first-seen order ----------------------------------------------------------------------
 
@@ -1318,7 +1467,7 @@ class Replay:
         tools, store = view.body.get("tools"), self.store
         if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
             return
-        talk = digest(b"talk", units[0].key, next((unit.key for unit in units if unit.role() == "user"), b""))
+        talk = digest(b"talk", view.dialect.name, next((unit.said for unit in units if unit.role() == "user"), ""))
         clean = store.clean_tools(raw)
         if clean is not None:
             if learn:
@@ -1344,31 +1493,92 @@ class Replay:
         if learn:
             store.add_tools({name: text for name, (_, text) in by_name.items()}, {wanted: order, talk: order})
 
-    def answered(self, trace: Trace, hint: str) -> None:
-        """Note how the answer to a request began, so that its turn can be told from others with the same words."""
-        if hint:
-            with self.store.lock:
-                for version in trace.newest:
-                    version.hint = hint
+    def answered(self, trace: Trace, hint: str | None) -> None:
+        """Note how the answer to a request began ('': unknown; None: there was none), so that its turn can be told from
+        others with the same words."""
+        with self.store.lock:
+            for version in trace.newest if hint != "" else ():
+                if "" in version.open:
+                    at = version.open.index("")
+                    version.open = (*version.open[:at], *([hint[:HINT]] if hint else []), *version.open[at + 1 :])
+
+
+HINT = 120  # characters of an answer that are kept to know it again
 
 
 def flat(units: Iterable[Unit]) -> list[Turn]:
     return [turn for unit in units for turn in (unit.turn, *unit.carriers) if turn is not None]
 
 
-def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> None:
-    """Put the stored form of each known unit in its place."""
+class Moved(NamedTuple):
+    """A decoration in history that reads `now` what the stored version has as `before` ('': not at all)."""
+
+    version: Version
+    before: str
+    now: str
+
+    def due(self, texts: list[str]) -> bool:
+        """Whether the conversation's user `texts` say something else, so that it has to be set down again."""
+        standing = any(self.now in text for text in texts)
+        newest = self.version.moved.get(digest(self.before), digest(self.before))
+        return not standing or (self.before != "" and newest != digest(self.now))
+
+    def note(self) -> None:
+        if self.before and len(self.version.moved) < 8:
+            self.version.moved[digest(self.before)] = digest(self.now)
+
+
+def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> list[Moved]:
+    """Put the stored form of each known unit in its place; returns what the client has rewritten there since."""
+    moved: list[Moved] = []
+    standing = {turn_of(item).text() for version in path.values() for item in version.items[1:] if item is not None}
     for index, version in path.items():
-        unit, own = units[index], version.items[0]
+        unit, own, changed = units[index], version.items[0], False
+        if own is not None and unit.turn is not None:
+            bare_again = unit.turn.text().strip() + unit.turn.rest() == unit.said
+            was, now = ([], []) if bare_again else (dressing(turn_of(own)), dressing(unit.turn))
+            if any(piece[0] == "event" and piece not in was for piece in now):
+                continue  # it tells something new
+            moved += rewritten(version, was, now)
+            if not same_item(own, unit.turn.item):
+                unit.turn, changed = turn_of(own), True
         carriers = [turn_of(item) for item in version.items[1:] if item is not None]
-        kinds = {turn.text().split("\n", 1)[0] for turn in carriers}
-        carriers += [turn for turn in unit.carriers if turn.text().split("\n", 1)[0] not in kinds]  # news, not moved
-        changed = [turn.text() for turn in carriers] != [turn.text() for turn in unit.carriers]
-        if unit.turn is not None and own is not None and not same_item(own, unit.turn.item):
-            unit.turn, changed = turn_of(own), True
-        if changed and version.decorated():
-            unit.carriers = carriers
-            report.replayed += 1
+        if unit.carriers:
+            found = rewritten(version, [carried(turn) for turn in carriers], [carried(turn) for turn in unit.carriers])
+            gone = standing.union(one.now for one in found if one.before)
+            moved += [one for one in found if one.before]
+            carriers += [turn for turn in unit.carriers if turn.text() not in gone]
+        if [turn.text() for turn in carriers] != [turn.text() for turn in unit.carriers]:
+            unit.carriers, changed = carriers, True
+        report.replayed += changed
+    return moved
+
+
+def dressing(turn: Turn) -> list[tuple[str, str]]:
+    """The decorations in a user turn, as (kind, text)."""
+    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
+
+
+def carried(turn: Turn) -> tuple[str, str]:
+    """A carrier as one decoration."""
+    return next(iter(dressing(turn)), ("",))[0], turn.text()
+
+
+def rewritten(version: Version, was: list[tuple[str, str]], now: list[tuple[str, str]]) -> list[Moved]:
+    """Reminders and environment blocks that read otherwise than in the stored version, in the order of their kind."""
+    gone = [piece for piece in was if piece not in now]
+    found = []
+    for kind, text in now:
+        if kind not in ("reminder", "environment"):
+            continue
+        if (kind, text) in was:
+            before = text if version.moved else None
+        else:
+            before = next((old for of, old in gone if of == kind), "")
+            gone = [piece for piece in gone if piece != (kind, before)]
+        if before is not None:
+            found.append(Moved(version, before, text))
+    return found
 
 
 def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
@@ -1423,19 +1633,25 @@ def set_down(units: list[Unit], last: int, lifted: list[Lifted], report: Report)
     return takers[-1] if takers[-1] < last else None
 
 
-def pick(known: list[Version], head: bytes, claim: bytes, answer: str) -> Version | None:
+def pick(known: list[Version], answer: str) -> Version | None:
     """Which of several versions of a turn belongs to a conversation that went on with `answer`; None when in doubt."""
-    same = [version for version in known if version.head == head] or known
-    matched = [v for v in same if claim in v.claims or (v.pending and v.hint and agrees(v.hint, answer))]
-    if matched:
-        return matched[-1]
-    waiting = [version for version in same if version.pending]
-    return waiting[0] if len(waiting) == 1 else None
+    found = [(version, version.goes_on(answer)) for version in known]
+    sure = [version for version, yes in found if yes]
+    # Another one whose answer is not known yet may have been answered in the same words.
+    fitting = [version for version, yes in found if yes or (yes is None and (not sure or "" in version.open))]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def agrees(hint: str, answer: str) -> bool:
-    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its first tool call)."""
-    return answer.startswith(hint) or PIECE + hint in answer
+def agrees(hint: str, answer: str) -> bool | None:
+    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its first tool call); None
+    when that cannot be told: clients cut, trim and mark answers."""
+    words = answer.partition(PIECE)[0]
+    if hint and (words == hint or PIECE + hint + PIECE in answer + PIECE or len(hint) > 31 and words.startswith(hint)):
+        return True
+    if len(hint) < 48 or hint[0] == "<":
+        return None
+    a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
+    return None if len(b) < 16 or b[:16] in a or a[:16] in b or a[-16:] in b else False
 
 
 def stored_item(item: Json) -> Json:
@@ -1476,59 +1692,90 @@ class Usage:
         return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
 
 
-USAGE_PATHS = (  # where a server puts a number: (field, path in the JSON object after "usage": or "timings":)
+USAGE_PATHS = (  # where a server puts a number: (name, path in the JSON object after "usage": or "timings":)
     ("prompt", "usage", ("prompt_tokens",)),
     ("cached", "usage", ("prompt_tokens_details", "cached_tokens")),  # chat, completions: llama-server, LM Studio, vLLM
     ("cached", "usage", ("prompt_cache_hit_tokens",)),
     ("cached", "usage", ("input_tokens_details", "cached_tokens")),  # responses
-    ("cached", "usage", ("cache_read_input_tokens",)),  # messages
+    ("input", "usage", ("input_tokens",)),
+    ("cache_read", "usage", ("cache_read_input_tokens",)),  # messages: input_tokens is only what was not cached
+    ("cache_write", "usage", ("cache_creation_input_tokens",)),
     ("output", "usage", ("completion_tokens",)),
     ("output", "usage", ("output_tokens",)),
-    ("cached", "timings", ("cache_n",)),  # llama.cpp tools/server/server-task.cpp, result_timings::to_json
+    ("cache_n", "timings", ("cache_n",)),  # llama.cpp tools/server/server-task.cpp, result_timings::to_json
+    ("prompt_n", "timings", ("prompt_n",)),
     ("prompt_ms", "timings", ("prompt_ms",)),
     ("output", "timings", ("predicted_n",)),
+    ("prompt", "tokens_evaluated", ()),  # llama-server's own /completion
 )
+NUMBERS = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)|"(tokens_evaluated)"\s*:\s*(?=\d)')
+BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+DATA_LINE = re.compile(rb"(?:^|\n)data:")
 
 
 def usage_of(*windows: bytes) -> Usage:
-    """The cache numbers in an answer, from its first and last bytes (SSE or JSON; llama-server, LM Studio and others).
+    """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole. The
-    last object of a kind in a window counts: servers that report in every event report running totals.
+    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count. A quoted
+    key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
     """
-    usage = Usage()
-    for window in windows:
-        for kind in ("usage", "timings"):
-            end = len(window)
-            while (at := window.rfind(b'"%s"' % kind.encode(), 0, end)) >= 0:
-                end = at
+    found: dict[str, float] = {}
+    windows = tuple(window for window in windows if window)
+    for place, window in enumerate(windows, 1):
+        lines = window.split(b"\n") if DATA_LINE.search(window) else [window]
+        lines = [line for line in (lines if place == len(windows) else lines[:-1]) if NUMBERS.search(line)]
+        for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
+            for match in list(NUMBERS.finditer(line))[-8:]:
                 with contextlib.suppress(ValueError, RecursionError):
-                    text = window[at + len(kind) + 2 : at + 4096].decode("utf-8", "replace").lstrip()
-                    value = _decoder.raw_decode(text[1:].lstrip())[0] if text[:1] == ":" else None
-                    if isinstance(value, dict):
-                        read_usage(usage, kind, value)
-                        break
-    return usage
+                    text = line[match.end() :].decode("utf-8", "replace")
+                    value, end = json.JSONDecoder().raw_decode(text)
+                    if outermost(text[end:].encode()):
+                        read_numbers(found, (match[1] or match[2]).decode(), value)
+    return Usage(**settled(found))
 
 
-_decoder = json.JSONDecoder()
+def outermost(rest: bytes) -> bool:
+    """Whether what stands before `rest` is a member of an answer, or of the one object in an event: in a list, or
+    deeper, the model wrote it (a tool call's input is no string in /v1/messages)."""
+    depth = closed = 0
+    for token in BRACKETS.finditer(rest):
+        if token[0] in (b"{", b"["):
+            depth += 1
+        elif token[0] in (b"}", b"]"):
+            if depth:
+                depth -= 1
+            elif token[0] == b"]":
+                return False
+            else:
+                closed += 1
+    return closed in (1, 2)
 
 
-def read_usage(usage: Usage, kind: str, value: Json) -> None:
-    for field, where, path in USAGE_PATHS:
-        found: Any = value if where == kind else None
+def read_numbers(found: dict[str, float], kind: str, value: Any) -> None:
+    for name, where, path in USAGE_PATHS:
+        number = value if where == kind else None
         for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, (int, float)) and not isinstance(found, bool) and found >= 0:
-            setattr(usage, field, found if field == "prompt_ms" else int(found))
-    if kind == "timings" and isinstance(value.get("prompt_n"), int) and isinstance(value.get("cache_n"), int):
-        usage.prompt = value["prompt_n"] + value["cache_n"]
-    if kind == "usage" and isinstance(value.get("input_tokens"), int):
-        usage.prompt = value["input_tokens"]
-        if "cache_read_input_tokens" in value or "cache_creation_input_tokens" in value:
-            # Anthropic: input_tokens is only what was not cached
-            more = (value.get("cache_read_input_tokens"), value.get("cache_creation_input_tokens"))
-            usage.prompt += sum(number for number in more if isinstance(number, int))
+            number = number.get(key) if isinstance(number, dict) else None
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0:
+            found[name] = number
+
+
+def settled(found: dict[str, float]) -> dict[str, Any]:
+    """The fields of Usage from what was found; what does not follow stays away."""
+    prompt, cached = found.get("prompt"), found.get("cached")
+    if "input" in found:
+        prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        cached = found.get("cache_read", cached)
+    if "prompt_n" in found:
+        if "cache_n" in found:
+            prompt, cached = found["prompt_n"] + found["cache_n"], found["cache_n"]
+        elif cached is None and prompt is not None and prompt >= found["prompt_n"]:
+            cached = prompt - found["prompt_n"]  # before cache_n: prompt_n was already what had to be read
+    if cached is not None and prompt is not None:
+        cached = min(cached, prompt)
+    whole = {"prompt": prompt, "cached": cached, "output": found.get("output")}
+    known: dict[str, Any] = {name: int(number) for name, number in whole.items() if number is not None}
+    return {**known, "prompt_ms": found.get("prompt_ms")}
 
 
 def hint_of(window: bytes) -> str:
@@ -1555,16 +1802,14 @@ def hint_parts(event: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(event, dict):
         return
     pieces: list[Any] = [event.get("content_block"), event.get("delta"), event.get("item")]
-    for choice in event.get("choices") or ():
+    for choice in listed(event.get("choices")):
         pieces += [choice.get("delta"), choice.get("message")] if isinstance(choice, dict) else []
-    for key in ("content", "output"):
-        pieces += event[key] if isinstance(event.get(key), list) else []
-    for piece in pieces:
+    for piece in [*pieces, *listed(event.get("content")), *listed(event.get("output"))]:
         if isinstance(piece, str):
             if event.get("type") == "response.output_text.delta":
                 yield piece, ""
         elif isinstance(piece, dict):
-            for call in piece.get("tool_calls") or ():
+            for call in listed(piece.get("tool_calls")):
                 if isinstance(call, dict) and isinstance(call.get("id"), str):
                     yield "", call["id"]
             if piece.get("type") in ("tool_use", "function_call"):
@@ -1572,10 +1817,13 @@ def hint_parts(event: Any) -> Iterator[tuple[str, str]]:
             for key in ("content", "text"):
                 if isinstance(piece.get(key), str) and piece.get("type") in (None, "text", "text_delta", "output_text"):
                     yield piece[key], ""
-            if isinstance(piece.get("content"), list) and piece.get("type") == "message" and "item" not in event:
-                for part in piece["content"]:
-                    if isinstance(part, dict) and isinstance(part.get("text"), str):
-                        yield part["text"], ""
+            for part in listed(piece.get("content")) if piece.get("type") == "message" and "item" not in event else ():
+                if isinstance(part, dict) and isinstance(part.get("text"), str):
+                    yield part["text"], ""
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 class Segment(NamedTuple):
@@ -1585,21 +1833,47 @@ class Segment(NamedTuple):
     text: str
 
 
+BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
+
+
 def segments_of(view: View) -> list[Segment]:
-    """The prompt in the order system, tools, turns."""
-    start = view.leading()
+    """The prompt in the order system, tools, turns; without reasoning, which clients and chat templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
-    tools = view.body.get("tools")
-    if isinstance(tools, list):
-        found += [Segment(f"tool {tool_name(tool)}", json.dumps(tool)) for tool in tools]
-    for number, turn in enumerate(view.turns[start:], 1):
-        text, rest = turn.text(), turn.rest()
-        said = [text] if text else []
-        if rest:
-            item = turn.item or {}
-            said += [rest, *(dump(item[key]).decode() for key in ("tool_calls", "arguments", "name") if key in item)]
-        found.append(Segment(f"turn {number} ({turn.role})", "\n".join(said)))
-    return found
+    found += [Segment(f"tool {tool_name(tool)}", spelled(tool)) for tool in listed(view.body.get("tools"))]
+    turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
+    return found + [Segment(f"turn {number} ({turn.role})", said(turn)) for number, turn in enumerate(turns, 1)]
+
+
+def said(turn: Turn) -> str:
+    """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
+    content, item = turn.holder.get(turn.key), turn.item or {}
+    parts = [turn.text()]
+    for part in listed(content):
+        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
+            parts.append(spelled(part))
+    if content is not None and not isinstance(content, (str, list)):
+        parts.append(spelled(content))
+    for key in ("name", "arguments", "tool_calls", "call_id", "tool_call_id"):
+        if item.get(key) is not None:
+            parts.append(spelled(item[key]))
+    return "\n".join([part for part in parts if part])
+
+
+def spelled(value: Any) -> str:
+    """A call, result or tool as text. Arguments in any spelling are equal to the server, which parses them; an image's
+    bytes stand for few tokens, and are replaced by a hash."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(json.loads(value)) if value[:1] == "{" else value
+        return value
+    if isinstance(value, dict):
+        value = {key: part for key, part in value.items() if key != "cache_control"}
+        if isinstance(value.get("function"), dict) and isinstance(value["function"].get("arguments"), str):
+            value["function"] = {**value["function"], "arguments": spelled(value["function"]["arguments"])}
+    elif isinstance(value, list):
+        return "\n".join(spelled(part) for part in value)
+    text = json.dumps(value)
+    return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
 
 
 def first_turn(segments: list[Segment]) -> int:
@@ -1617,21 +1891,19 @@ def text_size(text: str) -> int:
     return 120 + len(text) * (1 if text.isascii() else 3)
 
 
-def tooled(names: Iterable[str]) -> bool:
-    return any(name.startswith("tool ") for name in names)
-
-
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the end."""
-    prefix = common_prefix(a, b)
-    suffix = common_prefix(a[prefix:][::-1], b[prefix:][::-1])
-    return prefix + suffix > max(len(a), len(b)) / 2
+    """Whether two texts are versions of one: half of the longer one is common at the start and the end, or in lines."""
+    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
+    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
+        return True
+    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
+    return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 def tool_name(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = (function if isinstance(function, dict) else tool if isinstance(tool, dict) else {}).get("name")
-    return name if isinstance(name, str) else "?"
+    return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"  # it stands in the log
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -1646,30 +1918,45 @@ def common_prefix(a: str, b: str) -> int:
     return low
 
 
-KINDS = (  # what a differing span looks like, most telling first
-    ("clock", re.compile(r"\d{1,2}:\d\d(?::\d\d)?|\d{4}-\d\d-\d\d|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*\b|\b1[6-9]\d{8,11}\b")),
-    ("uuid", re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){2}")),
-    ("path", re.compile(r"(?:[A-Za-z]:)?[\\/][\w.~-]+[\\/]")),
-    ("hash", re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9]*[a-f])[0-9a-f]{5,}\b")),
-    ("counter", re.compile(r"\d+")),
-)  # fmt: skip
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tue(?:s)?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+KINDS = tuple(  # what a differing span looks like, most telling first
+    (name, re.compile(pattern))
+    for name, pattern in (
+        (
+            "clock",
+            rf"\b\d{{4}}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{{1,2}}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b{_DAY}\b|"
+            + rf"\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}|\b1[6-9]\d{{8}}(?:\d{{3}})?\b",
+        ),
+        ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
+        ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
+        ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+        ("counter", r"\d+(?:[.,]\d+)*"),
+    )
+)
 
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or text."""
-    words = []
-    for text in (before, after):
-        start = max(text.rfind(stop, 0, at) for stop in " \n\t\"'") + 1
-        ends = [end for stop in " \n\t\"'" if (end := text.find(stop, at)) >= 0]
-        words.append(text[max(start, at - 60) : min(min(ends, default=len(text)), at + 60)])
     if at >= len(after):
         return "removed"
     if at >= len(before):
         return "added"
+    start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
-        if all(pattern.search(word) for word in words):
+        words = []
+        for text in (before, after):
+            hits = pattern.finditer(text[start : at + 80])
+            words.append(next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), ""))
+        if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
     return "text"
+
+
+def around(text: str, at: int) -> str:
+    """The line, or a piece of it, where two texts part."""
+    end = text.find("\n", at + 1)
+    return text[max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)]
 
 
 @dataclasses.dataclass
@@ -1684,13 +1971,16 @@ class Verdict:
     after: str = ""
     advice: str = ""
     side: str = ""
-    since: list[str] = dataclasses.field(default_factory=list)  # conversations served between the earlier one and this
+    others: int = 0  # requests of other conversations since the earlier prompt
+    away: bool = False  # the server was away since then
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' when there is nothing to say."""
+        if self.name == "rewritten" and self.kind in ("taken out", "put in"):
+            return f"{self.where} was {self.kind}: {self.before or self.after!r}"
         if self.name == "rewritten":
-            return f"changed in {self.where} ({self.kind}): {self.before!r} -> {self.after!r}"
-        return self.advice
+            return f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
+        return self.advice if self.name == "lost" else ""
 
 
 VERDICTS = {
@@ -1708,25 +1998,30 @@ ADVICE = {
     "away": "the server was away in between (restart or crash): WARMUP_FILE reads the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes: the server may unload when idle (--sleep-idle-seconds);"
     " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server kept nothing of it: hybrid, recurrent and sliding-window models need a checkpoint near the"
-    " change (--ctx-checkpoints, --swa-full), and --cache-ram 0 turns the host cache off",
-    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np)",
+    "checkpoint": "the server kept nothing of it: it was restarted, or its host cache is off (--cache-ram 0), or the model"
+    " is a hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np), the"
+    " last checkpoint may lie further back (--ctx-checkpoints), or the chat template drops old reasoning",
 }
 
 
 class Entry:
     """A prompt as it was forwarded; `chain` holds a hash of all up to each segment, `opening` is the first turn."""
 
-    __slots__ = ("chain", "conversation", "names", "opening", "texts")
+    __slots__ = ("chain", "conversation", "names", "opening", "texts", "time")
 
-    def __init__(self, conversation: str, segments: list[Segment], texts: list[str], chain: list[int]) -> None:
-        self.conversation, self.texts, self.chain = conversation, texts, chain
+    def __init__(
+        self, conversation: str, segments: list[Segment], texts: list[str], chain: list[int], now: float
+    ) -> None:
+        self.conversation, self.texts, self.chain, self.time = conversation, texts, chain, now
         self.names = [segment.where for segment in segments]
         self.opening = opening_of(segments)
 
 
 class Ledger:
     """The last prompts, and what they had in common. Equal texts are held once; bounded, oldest out first."""
+
+    MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -1737,21 +2032,25 @@ class Ledger:
         self.ends: collections.Counter[int] = collections.Counter()
         self.latest: dict[str, int] = {}  # conversation -> its newest entry
         self.count = 0
-        self.away = 0.0  # when the backend was last found away
 
-    def judge(self, segments: list[Segment], conversation: str, side: str = "") -> Verdict:
-        """Compare a prompt with those before it, then remember it. What the server says comes later, in settle()."""
+    def judge(
+        self, segments: list[Segment], conversation: str, side: str = "", now: float = 0.0, lost_at: float = -1.0
+    ) -> Verdict:
+        """Compare a prompt with those before it, then remember it. What the server says comes later, in settle().
+
+        `lost_at` is when the server was last found away, on the clock of `now`.
+        """
         chain, last = [], 0
         for segment in segments:
             last = hash((last, segment))
             chain.append(last)
         with self.lock:
-            verdict = self.compare(segments, chain, conversation)
+            verdict = self.compare(segments, chain, conversation, lost_at)
             verdict.side = side
-            self.remember(conversation, segments, chain)
+            self.remember(conversation, segments, chain, now)
         return verdict
 
-    def compare(self, segments: list[Segment], chain: list[int], conversation: str) -> Verdict:
+    def compare(self, segments: list[Segment], chain: list[int], conversation: str, lost_at: float) -> Verdict:
         """Find the stored prompt with the longest common prefix, and say where they part and why."""
         if not self.entries or not segments:
             return Verdict()
@@ -1759,45 +2058,42 @@ class Ledger:
         depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
         same = sum(len(segment.text) for segment in segments[:depth])
         entry = self.counterpart(segments, chain, depth, conversation)
-        verdict = Verdict("extended", same / total)
+        verdict = Verdict("extended", same / total, away=entry.time < lost_at)
         newer = itertools.takewhile(lambda other: other is not entry, reversed(self.entries.values()))
-        verdict.since = [other.conversation for other in itertools.islice(newer, 64)]
+        verdict.others = sum(other.conversation != conversation for other in itertools.islice(newer, 64))
         if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
             return verdict
         old = entry.texts[depth] if depth < len(entry.texts) else ""
-        new, names, opening = segments[depth].text, [segment.where for segment in segments], first_turn(segments)
-        at = common_prefix(old, new)
-        verdict.share = (same + at) / total
-        verdict.where, verdict.kind = names[depth], kind_of(old, new, at)
-        start = max(0, at - 20)
-        verdict.before, verdict.after = old[start : at + 40], new[start : at + 40]
-        if names[depth].startswith("tool "):
-            tools = [[name for name in side if name.startswith("tool ")] for side in (entry.names, names)]
-            if tools[0] != tools[1]:
-                verdict.kind = "tool order" if sorted(tools[0]) == sorted(tools[1]) else "tools"
+        new, opening = segments[depth].text, first_turn(segments)
+        verdict.share = (same + common_prefix(old, new)) / total
+        locate_change(verdict, entry, segments, depth)
+        goes_on = any("(assistant)" in segment.where for segment in segments[max(depth, opening) :])
         if depth < opening:
-            ours = entry.opening == opening_of(segments) and tooled(entry.names) == tooled(names)
-            rewritten = ours or alike(old, new)
-            verdict.name = "rewritten" if rewritten else "cold" if verdict.share < 0.05 else "new branch"
+            ours = goes_on and entry.opening == opening_of(segments)
+            rewritten = ours or verdict.kind == "tool order" or (verdict.kind != "tools changed" and alike(old, new))
         else:
-            history = any("(assistant)" in name for name in names[depth + 1 :])
-            known = depth > opening or entry.conversation == conversation
-            verdict.name = "rewritten" if history and known else "new branch"
+            rewritten = goes_on and (depth > opening or entry.conversation == conversation)
+        verdict.name = "rewritten" if rewritten else "cold" if verdict.share < 0.05 else "new branch"
         return verdict
 
     def counterpart(self, segments: list[Segment], chain: list[int], depth: int, conversation: str) -> Entry:
-        """The entry to compare with: the newest of this conversation if none has more in common, else that one."""
+        """The entry to compare with, of those that have most in common: this conversation's newest, else one that
+        opens with the same words, else the one that agrees furthest. Only the newest are looked at."""
         link = chain[depth - 1] if depth else 0
         own = self.entries.get(self.latest.get(conversation, 0))
-        if own is not None and (not depth or link in own.chain):
+        if own is not None and (not depth or own.chain[depth - 1 : depth] == [link]):
             return own
-        if depth:
+        if depth == len(chain):
             return self.entries[self.index[link]]
-        talk = opening_of(segments)
-        newest = list(itertools.islice(reversed(self.entries.values()), 16))
-        return next((entry for entry in newest if entry.opening == talk), newest[0])
+        newest = itertools.islice(reversed(self.entries.values()), 32)
+        fitting = [entry for entry in newest if not depth or entry.chain[depth - 1 : depth] == [link]]
+        opening, new = opening_of(segments), segments[depth].text
+        return max(
+            fitting or [self.entries[self.index[link]]],
+            key=lambda entry: (entry.opening == opening, common_prefix("".join(entry.texts[depth : depth + 1]), new)),
+        )
 
-    def remember(self, conversation: str, segments: list[Segment], chain: list[int]) -> None:
+    def remember(self, conversation: str, segments: list[Segment], chain: list[int], now: float) -> None:
         self.count += 1
         texts = []
         for segment in segments:
@@ -1806,14 +2102,14 @@ class Ledger:
             if held[1] == 1:
                 self.size += text_size(segment.text)
             texts.append(held[0])  # the one string that all prompts share
-        self.entries[self.count] = Entry(conversation, segments, texts, chain)
+        self.entries[self.count] = Entry(conversation, segments, texts, chain, now)
         self.latest[conversation] = self.count
         self.size += 300 * len(chain)
         for link in chain:
             self.index[link] = self.count
         if chain:
             self.ends[chain[-1]] += 1
-        while self.size > self.limit and len(self.entries) > 1:
+        while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
             self.forget()
 
     def forget(self) -> None:
@@ -1836,28 +2132,51 @@ class Ledger:
                 del self.ends[entry.chain[-1]]
 
 
-def settle(verdict: Verdict, usage: Usage, conversation: str, idle_seconds: float, was_away: bool) -> None:
+def locate_change(verdict: Verdict, entry: Entry, segments: list[Segment], depth: int) -> None:
+    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the change looks like."""
+    names, old_name = [segment.where for segment in segments], "".join(entry.names[depth : depth + 1])
+    old, new = "".join(entry.texts[depth : depth + 1]), segments[depth].text
+    verdict.where = names[depth]
+    if names[depth].startswith("tool ") or old_name.startswith("tool "):
+        was, now = ([name[5:] for name in side if name.startswith("tool ")] for side in (entry.names, names))
+        if was != now:
+            order = sorted(was) == sorted(now)
+            verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
+            sides = [[name for name in a if order or name not in b] for a, b in ((was, now), (now, was))]
+            start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b) if order else 0
+            verdict.before, verdict.after = (", ".join(side[start : start + 3])[:80] for side in sides)
+            return
+    elif names[depth].startswith("turn "):
+        taken_out = new in entry.texts[depth + 1 : depth + 4]
+        if old and (taken_out or ("(assistant)" in names[depth] and "(assistant)" not in old_name)):
+            verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
+            return
+        if old and old in [segment.text for segment in segments[depth + 1 : depth + 4]]:
+            verdict.kind, verdict.after = "put in", around(new, 0)
+            return
+    at = common_prefix(old, new)
+    verdict.kind = kind_of(old, new, at)
+    verdict.before, verdict.after = around(old, at), around(new, at)
+
+
+def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes `verdict`."""
     if usage.cached is None or not usage.prompt:
         if verdict.name == "extended":
             verdict.name = "not reported"
         return
-    missing = verdict.share * usage.prompt - usage.cached
-    if (
-        verdict.name not in ("extended", "new branch")
-        or usage.cached >= 0.6 * verdict.share * usage.prompt
-        or missing < 64
-    ):
+    expected = verdict.share * usage.prompt
+    if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
+        verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
+    if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
         return
-    if verdict.name == "new branch" and verdict.share < 0.5:
-        return
-    verdict.name = "lost"
-    others = [name for name in verdict.since if name != conversation]
-    cause = (
-        "away" if was_away else "taken" if others else "idle" if idle_seconds > 300
-        else "checkpoint" if usage.cached < 0.05 * usage.prompt else "partly"
-    )  # fmt: skip
-    verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
+    if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
+        cause = (
+            "away" if verdict.away else "taken" if verdict.others else "idle" if idle_seconds > 300
+            else "checkpoint" if usage.cached < 0.05 * usage.prompt else "partly"
+        )  # fmt: skip
+        verdict.name, verdict.kind = "lost", cause
+        verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
 
 
 SIDE_SHAPES = (  # (name, words to look for first, a pattern) for the last turn or the system prompt, in lower case
@@ -1903,6 +2222,7 @@ SEND_LIMIT = 300.0  # seconds a client may leave one piece of an answer unread: 
 KEEP_IDLE = 120.0  # seconds a client's connection may stay open between requests
 REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model is working, and there is time to explain
+LINGER = 2.0  # seconds a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
 TAP_BYTES = 65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
 
@@ -1964,9 +2284,12 @@ def parse_fields(lines: list[bytes]) -> Fields:
 
 
 def end_to_end(headers: Fields, *drop: bytes) -> Headers:
-    """The headers that a proxy passes on: without hop-by-hop ones, those that Connection names, and `drop`."""
+    """The headers that a proxy passes on: without hop-by-hop ones, those that Connection names, and `drop`.
+
+    Connection cannot name Content-Length: without it the body would be taken for the next message.
+    """
     listed = {token.strip().lower() for value in headers.all(b"connection") for token in value.split(b",")}
-    gone = HOP_BY_HOP | listed | set(drop)
+    gone = HOP_BY_HOP | (listed - {b"content-length"}) | set(drop)
     return [(name, value) for name, value in headers if name.lower() not in gone]
 
 
@@ -1986,6 +2309,7 @@ class Chunks:
 
     __slots__ = ("done", "left", "line", "state", "trailers")
     SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r")
+    LINE = re.compile(SIZE.pattern + rb"\n")
 
     def __init__(self, left: int = 0, state: str = "size", line: bytes = b"") -> None:
         self.left, self.state, self.line = left, state, line
@@ -1995,6 +2319,14 @@ class Chunks:
         """Take bytes in; append payload to `out`. Returns how many belong to the message (less than all: it is done)."""
         at, size = 0, len(data)
         while at < size and not self.done:
+            if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
+                start = found.end()  # the usual case, a whole chunk in one piece, in one step
+                end = start + int(found[1], 16)
+                if end > start and data[end : end + 2] == b"\r\n":
+                    if out is not None:
+                        out.append(data[start:end])
+                    at = end + 2
+                    continue
             if self.left:
                 end = min(size, at + self.left)
                 if out is not None:
@@ -2023,33 +2355,61 @@ class Chunks:
             elif line == b"\r":
                 self.done = True
             else:
-                self.trailers += len(line)
+                self.trailers += len(line) + 1
                 if self.trailers > HEAD_LIMIT:
                     raise BadHead("endless trailers")
         return at
 
 
 class Wire:
-    """A connected socket and the bytes read ahead from it. Its socket has a time-out, so no call blocks for ever."""
+    """A connected socket and the bytes read ahead from it.
+
+    The socket does not block: callers wait with poll() first. A time-out on it would cost a second poll in every call,
+    and with many threads each call that lets go of the interpreter's lock may cost a switch. TLS would wait for whole
+    records (its session tickets are no answer), and nobody would watch the client.
+    """
 
     __slots__ = ("buf", "sock")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.buf = sock, bytearray()
+        sock.setblocking(False)
 
-    def recv(self, size: int = 65536) -> bytes:
+    def read(self, size: int = 65536) -> bytes:
+        """What a readable socket has; b'' at the end. Raises TimeoutError, ConnectionError."""
+        while True:
+            try:
+                return self.sock.recv(size)
+            except BlockingIOError:  # a false alarm
+                if not readable(self.sock, SEND_LIMIT):
+                    raise TimeoutError from None
+
+    def recv(self) -> bytes:
         """Bytes read ahead, else what the socket has; b'' at the end."""
-        if self.buf:
-            data = bytes(self.buf[:size])
-            del self.buf[:size]
-            return data
-        return self.sock.recv(size)
+        if not self.buf:
+            return self.read()
+        data = bytes(self.buf)
+        self.buf.clear()
+        return data
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Send all of `data`. Raises TimeoutError when the other side takes nothing for SEND_LIMIT seconds."""
+        view: bytes | bytearray | memoryview = data
+        while view:
+            try:
+                sent = self.sock.send(view)
+                if sent == len(view):
+                    return
+                view = memoryview(view)[sent:]
+            except BlockingIOError:
+                if not writable(self.sock, SEND_LIMIT):
+                    raise TimeoutError from None
 
     def fill(self, seconds: float) -> bool:
         """Read more into `buf`. False at the end of the stream; raises TimeoutError."""
         if seconds <= 0 or not readable(self.sock, seconds):
             raise TimeoutError
-        data = self.sock.recv(65536)
+        data = self.read()
         self.buf += data
         return bool(data)
 
@@ -2064,6 +2424,15 @@ class Wire:
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() alone does not
         with contextlib.suppress(OSError):
             self.sock.close()
+
+
+def writable(sock: socket.socket, seconds: float) -> bool:
+    """Wait until a socket takes bytes."""
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        return bool(poller.poll(seconds * 1000))
+    return bool(select.select([], [sock], [], seconds)[1])
 
 
 def readable(sock: socket.socket, seconds: float) -> bool:
@@ -2087,41 +2456,62 @@ class Pair:
     the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone, as it does for llama-server itself.
     """
 
-    __slots__ = ("client", "poller", "tls", "upstream", "watching")
+    __slots__ = ("client", "number", "poller", "tls", "upstream", "watching")
     GONE = getattr(select, "POLLRDHUP", 0)
 
     def __init__(self, client: socket.socket, upstream: socket.socket) -> None:
         self.client, self.upstream, self.watching = client, upstream, True
-        self.tls = hasattr(upstream, "pending")
+        self.tls, self.number = hasattr(upstream, "pending"), upstream.fileno()
         self.poller = select.poll() if hasattr(select, "poll") else None
         if self.poller:
             self.poller.register(client, select.POLLIN | self.GONE)
             self.poller.register(upstream, select.POLLIN)
 
-    def wait(self, seconds: float, writing: bool = False) -> str:
-        """'read' or 'write' (the upstream is ready), or 'timeout'. Raises ClientGone."""
+    def watch(self) -> None:
+        """Look out for bytes of the client (again)."""
+        self.watching = True
+        if self.poller:
+            self.poller.modify(self.client, select.POLLIN | self.GONE)
+
+    def read(self, seconds: float) -> bytes | None:
+        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone, OSError."""
+        while self.wait(seconds) == "read":
+            with contextlib.suppress(*AGAIN):
+                return self.upstream.recv(65536)
+        return None
+
+    def wait(self, seconds: float, writing: bool = False, body: bool = False) -> str:
+        """'read' or 'write': the upstream is ready; 'body': the client is, when that is asked for; or 'timeout'.
+        Raises ClientGone."""
         if self.tls and not writing and self.upstream.pending():  # type: ignore[attr-defined]
             return "read"
+        if self.poller and not writing:  # the usual case in few steps: a stream's next event
+            ready = self.poller.poll(seconds * 1000)
+            if len(ready) == 1 and ready[0][0] == self.number:
+                return "read"
+            if not ready:
+                return "timeout"
         until = time.monotonic() + seconds
         while True:
             client, up_read, up_write = self.events(max(0.0, until - time.monotonic()), writing)
-            if client:
+            if client and not body:
                 self.look()
             if up_read:
                 return "read"
             if up_write:
                 return "write"
+            if client and body:
+                return "body"
             if time.monotonic() >= until:
                 return "timeout"
 
     def events(self, seconds: float, writing: bool) -> tuple[bool, bool, bool]:
         client = read = write = False
         if self.poller:
-            if writing:  # TLS has messages of its own to read: they are no early answer
-                self.poller.modify(self.upstream, select.POLLOUT | (0 if self.tls else select.POLLIN))
-            number = self.client.fileno()
+            if writing:
+                self.poller.modify(self.upstream, select.POLLOUT | select.POLLIN)
             for fd, event in self.poller.poll(seconds * 1000):
-                if fd == number:
+                if fd != self.number:
                     client = True
                     if event & (self.GONE | select.POLLHUP | select.POLLERR | select.POLLNVAL):
                         raise ClientGone
@@ -2180,13 +2570,15 @@ class Response:
     headers: Fields
     framing: str
     length: int = 0
+    last: bool = False  # the server closes the connection after it
 
 
 def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
     """(first line, header lines, bytes used), or None while the head is not complete."""
-    end = re.search(rb"\r?\n\r?\n", raw)
-    if end is None:
+    if b"\n\r\n" not in raw and b"\n\n" not in raw:  # much faster than the pattern, for heads that come in drops
         return None
+    end = re.search(rb"\r?\n\r?\n", raw)
+    assert end is not None
     lines = re.split(rb"\r?\n", bytes(raw[: end.start()]))
     return lines[0], lines[1:], end.end()
 
@@ -2220,9 +2612,8 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
         raise Refused(405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.")
     absolute = re.match(rb"(?i)https?://[^/?#]*", target)
     if absolute:
-        request.target = target[absolute.end() :] or b"/"
-        if request.target[:1] == b"?":
-            request.target = b"/" + request.target
+        rest = target[absolute.end() :]
+        request.target = rest if rest[:1] == b"/" else b"/" + rest
     elif target[:1] != b"/" and not (target == b"*" and request.method == "OPTIONS"):
         raise Refused(400, "The request's target must be a path.")
     return request
@@ -2230,14 +2621,17 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
 
 def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
     """Raises BadHead when a client could be misled about where the body ends."""
-    match = re.fullmatch(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?", line)
+    match = re.fullmatch(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?", line)
     if not match:
         raise BadHead("bad status line")
-    status, headers = int(match[1]), parse_fields(lines)
-    response = Response(status, match[2] or b"", headers, "close")
+    status, headers = int(match[2]), parse_fields(lines)
+    if status == 101:
+        raise BadHead("it switches to another protocol unasked")
+    last = match[1] == b"0" or b"close" in b",".join(headers.all(b"connection")).lower()
+    response = Response(status, match[3] or b"", headers, "close", last=last)
     coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
     length = body_length(headers) if not coding else None
-    if method == "HEAD" or status in (204, 304) or status < 200:
+    if method == "HEAD" or status in (204, 304):
         response.framing = "none"
     elif coding:
         if coding != b"chunked":
@@ -2253,10 +2647,10 @@ class Upstream:
     """A connection to the backend. http.client connects (and does TLS); heads and bodies are read here, because
     http.client takes 103 for the answer, splits headers at a bare CR and hides a body that was cut short."""
 
-    __slots__ = ("dirty", "expires", "wire")
+    __slots__ = ("dirty", "expires", "interim", "url", "wire")
 
     def __init__(self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str]) -> None:
-        host = url.hostname or ""
+        self.url, host = url, url.hostname or ""
         # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1 only.
         hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if host == "localhost" else [host]
         fault: OSError = OSError("no address")
@@ -2267,17 +2661,39 @@ class Upstream:
                 connection.connect()
             except OSError as error:
                 fault = error
+                connection.close()
                 continue
             last_good[host] = name
-            connection.sock.settimeout(SEND_LIMIT)
             self.wire = Wire(connection.sock)
             self.expires, self.dirty = 0.0, False  # dirty: it was not sent a whole request
+            self.interim = 0  # answers 1xx to the request
             return
         raise fault
 
     def fresh(self) -> bool:
         """Whether an idle connection may carry another request: not too old, and the server has not closed it."""
         return time.monotonic() < self.expires and not self.wire.buf and not readable(self.wire.sock, 0)
+
+    def head(self) -> tuple[bytes, list[bytes], int] | None:
+        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section 15.2) are dropped."""
+        while (head := split_head(self.wire.buf)) and re.match(rb"HTTP/1\.[01] 1(?!01)\d\d", head[0]):
+            del self.wire.buf[: head[2]]
+            self.interim += 1
+            if self.interim > 64:
+                raise Refused(502, "The model server sent interim answers without end.")
+        return head
+
+    def answered(self) -> bool:
+        """Read what is there: whether the final answer has begun, or the connection has ended."""
+        try:
+            data = self.wire.sock.recv(65536)
+        except AGAIN:
+            return False
+        except OSError:
+            return True
+        self.wire.buf += data
+        begun = self.head() is not None or bytes(self.wire.buf[9:10]) not in (b"", b"1")  # the status's first digit
+        return begun or not data or len(self.wire.buf) > HEAD_LIMIT
 
 
 class Pool:
@@ -2288,25 +2704,20 @@ class Pool:
         self.idle: list[Upstream] = []
 
     def take(self) -> Upstream | None:
-        with self.lock:
-            stale, self.idle = self.idle, []
-            while stale:
-                upstream = stale.pop()
-                if upstream.fresh():
-                    self.idle = [other for other in stale if time.monotonic() < other.expires]
-                    for other in stale:
-                        if other not in self.idle:
-                            other.wire.close()
-                    return upstream
-                upstream.wire.close()
-        return None
+        while True:
+            with self.lock:
+                if not self.idle:
+                    return None
+                upstream = self.idle.pop()
+            if upstream.fresh():
+                return upstream
+            upstream.wire.close()
 
-    def give(self, upstream: Upstream, headers: Fields) -> None:
+    def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says (Keep-Alive: timeout)."""
-        hint = re.search(rb"timeout=(\d{1,6})", b",".join(headers.all(b"keep-alive")))
+        hint = re.search(rb"timeout=(\d{1,6})", b",".join(response.headers.all(b"keep-alive")))
         seconds = min(REUSE_SECONDS, int(hint[1]) - 1.0) if hint else REUSE_SECONDS
-        tokens = b",".join(headers.all(b"connection")).lower()
-        if b"close" in tokens or seconds <= 0 or upstream.dirty or upstream.wire.buf:
+        if response.last or seconds <= 0 or upstream.dirty or upstream.wire.buf:
             upstream.wire.close()
             return
         upstream.expires = time.monotonic() + seconds
@@ -2315,10 +2726,13 @@ class Pool:
             if len(self.idle) > 256:
                 self.idle.pop(0).wire.close()
 
-    def close(self) -> None:
+    def close(self, until: float = float("inf")) -> None:
+        """Close the connections that may not be used after that time; without one, all."""
         with self.lock:
-            while self.idle:
-                self.idle.pop().wire.close()
+            old = [upstream for upstream in self.idle if upstream.expires <= until]
+            self.idle = [upstream for upstream in self.idle if upstream.expires > until]
+        for upstream in old:
+            upstream.wire.close()
 
 
 class Tap:
@@ -2333,13 +2747,13 @@ class Tap:
 
     def add(self, data: bytes, chunks: Chunks | None) -> None:
         """`chunks` is the state before `data`."""
-        self.total += len(data)
-        if len(self.first) < TAP_BYTES // 4:
+        length = len(data)
+        if self.total < TAP_BYTES // 4:
             self.first += data
-        state = (chunks.left, chunks.state, chunks.line, data) if chunks else (0, "", b"", data)
-        self.recent.append(state)
-        self.size += len(data)
-        while self.size - len(self.recent[0][3]) >= TAP_BYTES:
+        self.total += length
+        self.size += length
+        self.recent.append((chunks.left, chunks.state, chunks.line, data) if chunks else (0, "", b"", data))
+        while self.size > TAP_BYTES and self.size - len(self.recent[0][3]) >= TAP_BYTES:
             self.size -= len(self.recent.popleft()[3])
 
     def windows(self) -> tuple[bytes, bytes]:
@@ -2383,7 +2797,6 @@ class Relay(BaseHTTPRequestHandler):
         self.proxy = self.server.proxy
         self.wire = Wire(self.request)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request.settimeout(SEND_LIMIT)
         self.close_connection = False
         self.served = 0
         self.linger = False
@@ -2394,12 +2807,13 @@ class Relay(BaseHTTPRequestHandler):
             self.handle_one_request()
 
     def finish(self) -> None:
-        if self.linger:  # the client may still be sending: closing now would reset our answer away (RFC 9112 9.6)
+        """Close. Unread bytes of the client would turn that into a reset, and its answer would be lost (RFC 9112 9.6)."""
+        if not self.abort:
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_WR)
-                until = time.monotonic() + 2
-                while (left := until - time.monotonic()) > 0 and readable(self.request, left):
-                    if not self.request.recv(65536):
+                until = time.monotonic() + (LINGER if self.linger else 0)
+                while readable(self.request, max(0.0, until - time.monotonic())) and self.request.recv(65536):
+                    if time.monotonic() > until + LINGER:
                         break
         self.wire.close(self.abort)
 
@@ -2430,7 +2844,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def read_head(self) -> Request | None:
         """The next request's head; None when the client has no more."""
-        wire, begun = self.wire, 0.0
+        self.command, wire, begun = "", self.wire, 0.0
         limit = self.proxy.config.header_timeout
         idle = time.monotonic() + (KEEP_IDLE if self.served else limit)
         self.served += 1
@@ -2466,7 +2880,7 @@ class Relay(BaseHTTPRequestHandler):
         if self.close_connection:
             lines.append(b"Connection: close")
         head = b"\r\n".join(lines) + b"\r\n\r\n"
-        self.request.sendall(head if self.command == "HEAD" else head + body)
+        self.wire.send(head if self.command == "HEAD" else head + body)
 
     # --- one request ------------------------------------------------------------------------------------------------
 
@@ -2545,16 +2959,17 @@ class Relay(BaseHTTPRequestHandler):
     def expect(self, request: Request) -> None:
         """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
         if request.get("expect").lower() == "100-continue" and request.version == b"HTTP/1.1" and not self.wire.buf:
-            self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            with contextlib.suppress(OSError):  # it has left: receive() will see that
+                self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def receive(self, size: int) -> bytes:
+    def receive(self, size: int, seconds: float | None = None) -> bytes:
         """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come for a minute."""
-        if not readable(self.request, BODY_IDLE):
+        if not readable(self.request, BODY_IDLE if seconds is None else seconds):
             raise Refused(408, "No byte of the request's body came for a minute.")
-        data: bytes = self.request.recv(size)
-        if not data:
-            raise ClientGone
-        return data
+        with contextlib.suppress(OSError):
+            if data := self.wire.read(size):
+                return data
+        raise ClientGone
 
     # --- forwarding -------------------------------------------------------------------------------------------------
 
@@ -2567,22 +2982,21 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(
                 413, f"The body has {streamed} bytes; MAX_BODY_MB allows {self.proxy.config.max_body_mb << 20}."
             )
-        head = self.request_head(exchange)
         upstream = self.proxy.backend.pool.take() if not streamed else None
         if upstream is not None:
             try:
-                response = self.exchange_heads(exchange, upstream, head, 0)
-                self.relay(exchange, upstream, response)
+                self.relay(exchange, upstream, self.exchange_heads(exchange, upstream, 0))
                 return
             except Stale:
                 pass
         upstream = self.connect()
         try:
-            response = self.exchange_heads(exchange, upstream, self.request_head(exchange), streamed or 0)
-        except Stale as stale:
+            response = self.exchange_heads(exchange, upstream, streamed or 0)
+        except Stale:
             self.proxy.backend.lost()
+            name = self.proxy.backend.name()
             raise Refused(
-                502, f"The model server at {self.proxy.backend.name()} closed the connection: {stale}."
+                502, f"The model server at {name} closed the connection without an answer; its log may say why."
             ) from None
         self.relay(exchange, upstream, response)
 
@@ -2598,98 +3012,106 @@ class Relay(BaseHTTPRequestHandler):
             )
             raise Refused(504 if isinstance(error, TimeoutError) else 502, message) from None
 
-    def request_head(self, exchange: Exchange) -> bytes:
+    def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
         """The head as it goes upstream: line, Host, the client's own headers in order, and the body's length."""
-        request, backend = exchange.request, self.proxy.backend
-        drop = [b"host", b"expect", b"x-kvproxy-conversation"]
-        if exchange.forwarded is not None:
-            drop.append(b"content-length")
-        lines = [b"%s %s HTTP/1.1" % (request.method.encode(), backend.target(request.target))]
-        lines.append(b"Host: " + backend.authority())
+        request = exchange.request
+        drop = (b"host", b"expect", b"content-length", b"x-kvproxy-conversation")
+        lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
+        lines.append(b"Host: " + url.netloc.encode())
         lines += [name + b": " + value for name, value in end_to_end(request.headers, *drop)]
         if exchange.trace.conversation:
             lines.append(b"X-KVProxy-Conversation: " + exchange.trace.conversation.encode())
-        if exchange.forwarded is not None and (exchange.forwarded or body_length(request.headers) is not None):
-            lines.append(b"Content-Length: %d" % len(exchange.forwarded))
+        length = body_length(request.headers) if exchange.forwarded is None else len(exchange.forwarded)
+        if length or request.headers.all(b"content-length") or request.headers.all(b"transfer-encoding"):
+            lines.append(b"Content-Length: %d" % (length or 0))
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
-    def exchange_heads(self, exchange: Exchange, upstream: Upstream, head: bytes, streamed: int) -> Response:
+    def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
         """Send a request and read the answer's head. Raises Stale when the connection turns out to be closed."""
-        wire = upstream.wire
-        pair = Pair(self.request, wire.sock)
-        exchange.pair = pair
+        upstream.dirty, upstream.interim = True, 0
         try:
-            body = exchange.forwarded or b""
+            pair = exchange.pair = Pair(self.request, upstream.wire.sock)
+            pair.wait(0, body=streamed > 0)  # the client may have left while the connection was made
+            head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
             try:
                 if len(body) < 65536:
-                    upstream.dirty = not self.send(pair, head + body)
+                    whole = self.send(upstream, pair, head + body)
                 else:
-                    upstream.dirty = not (self.send(pair, head) and self.send(pair, body))
-                if streamed:
+                    whole = self.send(upstream, pair, head) and self.send(upstream, pair, body)
+                if streamed and whole:
                     self.expect(exchange.request)
-                    self.stream_body(pair, streamed)
-            except (ConnectionError, TimeoutError):
-                upstream.dirty = True
-                if isinstance(sys.exc_info()[1], TimeoutError):
-                    raise Refused(504, "The model server does not take the request's body.") from None
-                # it may have answered before it closed (413, 401): read that
+                    whole = self.stream_body(upstream, pair, streamed)
+                upstream.dirty = not whole
+            except TimeoutError:
+                raise Refused(504, "The model server does not take the request's body.") from None
+            except OSError:
+                pass  # it may have answered before it closed (413, 401): read that
+            if streamed and upstream.dirty:  # what is left of the body must not be taken for the next request
+                self.close_connection = self.linger = True
             exchange.sent = time.monotonic()
             return self.response_head(exchange, upstream, pair)
         except BaseException:
-            wire.close()
+            upstream.wire.close()
             raise
 
-    def send(self, pair: Pair, data: bytes | bytearray) -> bool:
+    def send(self, upstream: Upstream, pair: Pair, data: bytes | bytearray) -> bool:
         """Send upstream; False when the server answered before it had read everything."""
         view, at = memoryview(data), 0
-        with contextlib.suppress(BlockingIOError):
-            at = pair.upstream.send(view)
-        while at < len(view):
+        while True:
+            with contextlib.suppress(*AGAIN):
+                at += pair.upstream.send(view[at : at + (1 << 20)])
+            if at == len(view):
+                return True
             state = pair.wait(self.proxy.config.read_timeout, writing=True)
             if state == "timeout":
                 raise TimeoutError
-            if state == "read":
+            if state == "read" and upstream.answered():
                 return False
-            at += pair.upstream.send(view[at : at + (1 << 20)])
-        return True
 
-    def stream_body(self, pair: Pair, length: int) -> None:
-        """Pass a body on as it comes."""
+    def stream_body(self, upstream: Upstream, pair: Pair, length: int) -> bool:
+        """Pass a body on as it comes; False when the server answered before it had read everything."""
         while length > 0:
             data = bytes(self.wire.buf[:length])
             del self.wire.buf[: len(data)]
-            data = data or self.receive(min(1 << 18, length))
+            if not data:
+                pair.watch()
+                state = pair.wait(BODY_IDLE, body=True)
+                if state == "read":
+                    if upstream.answered():
+                        return False
+                    continue
+                data = self.receive(min(1 << 18, length), 0)
             length -= len(data)
-            pair.upstream.sendall(data)
+            if not self.send(upstream, pair, data):
+                return False
+        pair.watch()
+        return True
 
     def response_head(self, exchange: Exchange, upstream: Upstream, pair: Pair) -> Response:
-        """The final response's head; interim ones (100, 103: RFC 9110 section 15.2) are passed over."""
+        """The final answer's head. Raises Stale when the server closes the connection without a byte of one."""
         wire, config = upstream.wire, self.proxy.config
-        for _ in range(64):
-            while (head := split_head(wire.buf)) is None:
-                if len(wire.buf) > HEAD_LIMIT:
-                    raise Refused(502, "The model server's answer has an endless head.")
-                state = pair.wait(min(QUIET_SECONDS, config.read_timeout))
-                if state == "timeout":
-                    self.proxy.quiet(exchange)
-                    state = pair.wait(config.read_timeout)
-                if state == "timeout":
-                    raise Refused(504, f"The model server sent nothing for {config.read_timeout:g} s (READ_TIMEOUT).")
-                try:
-                    data = wire.sock.recv(65536)
-                except OSError:
-                    data = b""
-                if not data:
-                    raise Stale("no answer" if not wire.buf else "its answer broke off in the head")
-                wire.buf += data
-            del wire.buf[: head[2]]
+        while (head := upstream.head()) is None:
+            if len(wire.buf) > HEAD_LIMIT:
+                raise Refused(502, "The model server's answer has an endless head.")
             try:
-                response = parse_response(head[0], head[1], exchange.request.method)
-            except BadHead as error:
-                raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
-            if response.status >= 200 or response.status == 101:
-                return response
-        raise Refused(502, "The model server sent interim answers without end.")
+                data = pair.read(min(QUIET_SECONDS, config.read_timeout))
+                if data is None:
+                    self.proxy.quiet(exchange)
+                    data = pair.read(config.read_timeout)
+            except OSError:
+                data = b""
+            if data is None:
+                raise Refused(504, f"The model server sent nothing for {config.read_timeout:g} s (READ_TIMEOUT).")
+            if not data and (wire.buf or upstream.interim):  # then the request is not repeated: it may have been run
+                raise Refused(502, "The model server closed the connection in the head of its answer.")
+            if not data:
+                raise Stale
+            wire.buf += data
+        del wire.buf[: head[2]]
+        try:
+            return parse_response(head[0], head[1], exchange.request.method)
+        except BadHead as error:
+            raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
 
     # --- relaying ---------------------------------------------------------------------------------------------------
 
@@ -2698,8 +3120,7 @@ class Relay(BaseHTTPRequestHandler):
         exchange.status = response.status
         exchange.begun = time.monotonic()
         old = exchange.request.version == b"HTTP/1.0"
-        if old or response.status == 101:
-            self.close_connection = True
+        self.close_connection = self.close_connection or old or self.proxy.stopping
         headers = end_to_end(response.headers)
         if response.framing in ("chunked", "close") and not old:
             headers.append((b"Transfer-Encoding", b"chunked"))
@@ -2714,44 +3135,52 @@ class Relay(BaseHTTPRequestHandler):
             whole = True
         except BrokenOff:
             # Without framing a plain close looks like the end; RST does not (and a chunked client lacks its last chunk).
-            self.abort = old or response.framing == "close"
+            self.abort = old and response.framing != "length"
             raise
         except TimeoutError:
             raise ClientGone from None
         finally:
             if whole and response.framing != "close":
-                self.proxy.backend.pool.give(upstream, response.headers)
+                self.proxy.backend.pool.give(upstream, response)
             else:
                 upstream.wire.close()
 
     def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes, old: bool) -> None:
-        wire, client, pair, tap = upstream.wire, self.request, exchange.pair, exchange.tap
+        wire, client, pair, tap = upstream.wire, self.wire, exchange.pair, exchange.tap
         assert pair is not None and tap is not None
         timeout, framing, left = self.proxy.config.read_timeout, response.framing, response.length
         chunks = Chunks() if framing == "chunked" else None
         encoded = bool(response.headers.all(b"content-encoding"))
         if framing == "none" or (framing == "length" and not left):
-            client.sendall(head)
+            client.send(head)
             return
         pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
+
+        def broken(why: str) -> Exception:
+            return Refused(502, f"The model server's answer cannot be passed on: {why}.") if pending else BrokenOff(why)
+
+        more = bool(wire.buf)  # there are bytes to read without waiting, surely or probably
         while True:
-            if not wire.buf:
-                if pending and pair.wait(0) != "read":
-                    client.sendall(pending)
+            try:
+                data = wire.recv() if wire.buf else wire.sock.recv(65536) if more else None
+            except AGAIN:
+                data = None
+            except OSError as error:
+                raise broken(f"the server's connection broke ({error})") from None
+            if data is None:
+                more = True
+                if pending:
+                    client.send(pending)
                     pending = b""
                 if pair.wait(timeout) == "timeout":
                     raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-            try:
-                data = wire.recv()
-            except OSError as error:
-                raise BrokenOff(f"the server's connection broke ({error})") from None
+                continue
+            more = len(data) > 16384
             if not data:
                 if framing == "close":
-                    client.sendall(pending + (b"" if old else b"0\r\n\r\n"))
+                    client.send(pending + (b"" if old else b"0\r\n\r\n"))
                     return
-                if pending:
-                    client.sendall(pending)
-                raise BrokenOff("the server closed the connection in the middle of its answer")
+                raise broken("the server closed the connection in the middle of its answer")
             if not encoded:
                 tap.add(data, chunks)
             done = False
@@ -2760,16 +3189,18 @@ class Relay(BaseHTTPRequestHandler):
                 try:
                     used = chunks.feed(data, out)
                 except BadHead as error:
-                    raise BrokenOff(f"the server's chunks cannot be read ({error})") from None
+                    raise broken(f"the server's chunks cannot be read ({error})") from None
+                wire.buf += data[used:]  # belongs to nobody: the connection will not be used again
                 data = b"".join(out) if out is not None else data if used == len(data) else data[:used]
                 done = chunks.done
             elif framing == "length":
+                wire.buf += data[left:]
                 data = data[:left]
                 left -= len(data)
                 done = not left
             elif not old:
                 data = b"%x\r\n%s\r\n" % (len(data), data)
-            client.sendall(pending + data if pending else data)
+            client.send(pending + data if pending else data)
             pending = b""
             if done:
                 return
@@ -2797,7 +3228,6 @@ class Exchange:
         self.report, self.trace = Report(), Trace()
         self.verdict: Verdict | None = None
         self.idle = 0.0
-        self.was_away = False
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -2818,6 +3248,7 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config, self.pool = config, Pool()
+        self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.last_good: dict[str, str] = {}
         self.lost_at = self.looked_at = 0.0
@@ -2855,25 +3286,13 @@ class Backend:
         if not self.config.backend_url:
             self.url, self.looked_at = None, 0.0
 
-    def authority(self) -> bytes:
-        assert self.url is not None
-        return self.url.netloc.encode()
-
     def target(self, target: bytes) -> bytes:
-        """A request target under the URL's path prefix; a prefix that ends in /v1 is not doubled."""
-        self.locate()
-        assert self.url is not None
-        prefix = self.url.path.rstrip("/").encode()
-        if target == b"*" or not prefix:
-            return target
-        if prefix.endswith(b"/v1") and re.match(rb"/v1(?:[/?]|$)", target):
-            prefix = prefix[:-3]
-        return prefix + target
-
+        """A request target under the server's path prefix. Raises OSError."""
+        return under(self.locate(), target)
     def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
         try:
-            return fetch(self.locate(), self.target(path.encode()).decode(), timeout)
+            return fetch(self.locate(), self.target(path.encode()).decode(), timeout, self.key)
         except OSError as error:
             return 0, str(error)
 
@@ -2881,7 +3300,7 @@ class Backend:
         """Product, build, model, slots and context, as far as the server tells; {} when it does not answer."""
         found: Json = {}
         status, props = self.ask("/props")
-        if status == 200 and isinstance(props, dict):
+        if status == 200 and isinstance(props, dict) and "error" not in props:  # LM Studio says 200 to any path
             found["product"] = "llama-server"
             settings = props.get("default_generation_settings")
             context = settings.get("n_ctx") if isinstance(settings, dict) else None
@@ -2901,18 +3320,37 @@ class Backend:
                 elif found["product"] == "a model server" and isinstance(owner, str):
                     found["product"] = "LM Studio" if owner == "organization_owner" else f"a server of {owner}"
         if status not in (0, 200):
-            found["state"] = f"it answers {status} to /v1/models" + (
-                " (loading, or a key is needed)" if status in (401, 503) else ""
-            )
+            states = {401: "it wants an API key", 403: "it wants another API key", 503: "it is loading its model"}
+            found["state"] = states.get(status, f"it answers {status} to /v1/models")
         return {key: value for key, value in found.items() if value is not None}
 
 
-def fetch(url: urllib.parse.SplitResult, path: str, timeout: float) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET; (0, reason) when it fails."""
+def described(found: Json) -> str:
+    """What describe() found, for people."""
+    return ", ".join(f"{value}" if key in ("product", "state") else f"{key} {value}" for key, value in found.items())
+
+
+def http_connection(url: urllib.parse.SplitResult, timeout: float) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(url.hostname or "", url.port, timeout=timeout)
+    return kind(url.hostname or "", url.port, timeout=timeout)
+
+
+def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
+    """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
+    prefix = url.path.rstrip("/").encode()
+    if target == b"*" or not prefix:
+        return target
+    if prefix.endswith(b"/v1") and re.match(rb"/v1(?:[/?]|$)", target):
+        prefix = prefix[:-3]
+    return prefix + target
+
+
+def fetch(url: urllib.parse.SplitResult, path: str, timeout: float, key: str = "") -> tuple[int, Any]:
+    """(status, parsed JSON or text) of one GET; (0, reason) when it fails."""
+    connection = http_connection(url, timeout)
     try:
-        connection.request("GET", path, headers={"Connection": "close"})
+        headers = {"Connection": "close", **({"Authorization": f"Bearer {key}"} if key else {})}
+        connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         text = response.read(1 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -2953,6 +3391,10 @@ class Server(socketserver.ThreadingMixIn, HTTPServer):
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
+
+    def service_actions(self) -> None:
+        """Called a few times a second."""
+        self.proxy.backend.pool.close(time.monotonic())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.guard:
@@ -3021,36 +3463,48 @@ class Proxy:
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
-        self.guard = threading.Lock()
+        self.guard, self.life = threading.Lock(), threading.Lock()
         self.allowed = {name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()}
         self.loopback_only = is_loopback(self.config.listen_host)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> Proxy:
-        """Listen and serve in the background. Raises OSError when the address is taken."""
-        self.server = Server(self)
-        self.stopping = False
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.2}, name="kvproxy", daemon=True
-        )
-        self.thread.start()
-        self.warmup.start()
+        """Listen and serve in the background; nothing if it does already. Raises OSError when the address is taken."""
+        with self.life:
+            if self.server is not None:
+                return self
+            self.server = Server(self)
+            self.stopping = False
+            self.thread = threading.Thread(
+                target=self.server.serve_forever, kwargs={"poll_interval": 0.2}, name="kvproxy", daemon=True
+            )
+            self.thread.start()
+            self.warmup.start()
         return self
 
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
         """Take no more connections, let answers end for `grace` seconds, then close everything."""
+        with self.life:
+            self.end(grace)
+
+    def end(self, grace: float) -> None:
         server, self.server = self.server, None
         if server is None:
             return
         self.stopping = True
         self.warmup.stop()
+        with contextlib.suppress(OSError):
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it, on Linux
         server.shutdown()
         server.server_close()
         until = time.monotonic() + grace
         while server.hang_up(False) and time.monotonic() < until:
             time.sleep(0.02)
         server.hang_up(True)
+        until = time.monotonic() + 2
+        while server.open and time.monotonic() < until:
+            time.sleep(0.005)
         self.thread.join(5)
         self.backend.pool.close()
         self.capture.close()
@@ -3073,8 +3527,9 @@ class Proxy:
 
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot hold, or a set one."""
-        name = urllib.parse.urlsplit("//" + host).hostname or "" if "@" not in host else ""
+        name = ""
         with contextlib.suppress(ValueError):
+            name = urllib.parse.urlsplit("//" + host).hostname or "" if not re.search(r"[@/?#\\]", host) else ""
             ipaddress.ip_address(name.strip("[]"))
             return True
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -3090,7 +3545,7 @@ class Proxy:
         try:
             self.edit(exchange, raw)
         except Unreadable as error:
-            exchange.report = Report(note=str(error))
+            exchange.report, exchange.view = Report(note=str(error)), None
         except Exception:
             exchange.report, exchange.view = Report(note="internal error"), None
             self.log.exception("a body could not be edited and was forwarded as it came")
@@ -3109,11 +3564,11 @@ class Proxy:
         if config.scrub and dialect.edited:
             self.scrubber.apply(view, report)
         if config.scrub and dialect.edited and config.replay:
-            lifted = lift(view, self.replay.lift_text)
+            lifted = lift(view, self.replay)
             exchange.trace = self.replay.apply(view, lifted, report, raw, learn=not exchange.counting)
             report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         else:
-            exchange.trace = Trace(conversation_of(view))
+            exchange.trace = Trace(self.replay.conversation(view))
         exchange.view = view
         if report.edits():
             exchange.forwarded = dump(view.body)
@@ -3137,12 +3592,12 @@ class Proxy:
         except Unreadable:
             return False
         view, report = view_of(body, dialect), Report()
-        if view is None:
+        if view is None or not any(turn.role == "user" for turn in view.turns):
             return False
         self.scrubber.apply(view, report)
-        if report.edits() or lift(view, self.replay.lift_text):
+        if report.edits() or lift(view, self.replay):
             return False
-        exchange.trace = Trace(conversation_of(view))
+        exchange.trace = Trace(self.replay.conversation(view))
         exchange.stream = b'"stream":true' in raw[:4096] or b'"stream":true' in raw[-4096:]
         return True
 
@@ -3163,17 +3618,22 @@ class Proxy:
                 }
                 side = side_of(view.body, headers, view)
                 exchange.idle = exchange.started - self.last_end
-                exchange.was_away = self.backend.lost_at > 0 and self.backend.lost_at > self.ledger.away
-                self.ledger.away = self.backend.lost_at
-                exchange.verdict = self.ledger.judge(segments_of(view), exchange.trace.conversation, side)
+                exchange.verdict = self.ledger.judge(
+                    segments_of(view), exchange.trace.conversation, side, time.monotonic(), self.backend.lost_at
+                )
         except Exception:
             self.log.exception("a request could not be explained")
 
     def learn_late(self, exchange: Exchange) -> None:
         raw, dialect = exchange.received, exchange.dialect
         assert raw is not None and dialect is not None
-        view = view_of(parse(raw), dialect)
+        try:
+            view = view_of(parse(raw), dialect)
+        except Unreadable as error:
+            exchange.report.note = str(error)
+            return
         if view is None:
+            exchange.report.note = "unknown shape"
             return
         exchange.report.items = len(view.turns)
         exchange.trace = self.replay.apply(view, [], Report(), raw)
@@ -3205,16 +3665,19 @@ class Proxy:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         try:
-            self.quiet(exchange)
+            if exchange.status in (0, 200):  # 0: the client left; the server may have read the prompt
+                self.quiet(exchange)
+            elif exchange.status == 503:  # llama-server: loading its model
+                self.backend.lost_at = exchange.ended
             if exchange.tap is not None and exchange.dialect is not None:
                 first, last = exchange.tap.windows()
-                exchange.usage = usage_of(first, last) if exchange.status == 200 else Usage()
+                exchange.usage = usage_of(*filter(None, (first, last))) if exchange.status == 200 else Usage()
                 if exchange.trace.newest:
                     self.replay.answered(exchange.trace, hint_of(first))
             exchange.tap = exchange.pair = None
             verdict = exchange.verdict
             if verdict is not None and exchange.status == 200:
-                settle(verdict, exchange.usage, exchange.trace.conversation, exchange.idle, exchange.was_away)
+                settle(verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
             elif exchange.status != 200:
                 exchange.verdict = None
@@ -3235,13 +3698,6 @@ class Proxy:
             self.log.info("    %s", line)
         if warning:
             self.log.warning("%s", warning)
-
-
-def conversation_of(view: View) -> str:
-    """The conversation's hash, for a request that does not pass through replay."""
-    head = digest(*(turn.text() for turn in view.system()))
-    users = (mask(turn.text()) + turn.rest() for turn in view.turns if turn.role == "user")
-    return digest(view.dialect.name, head, next((said for said in users if said), "")).hex()
 
 
 def is_loopback(host: str) -> bool:
@@ -3297,7 +3753,7 @@ class Metrics:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=max(1, config.keep_requests))
         self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=200)
+        self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # of the chart
         self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number, self.kept, self.saved = 0, 0, 0.0
@@ -3332,16 +3788,24 @@ class Metrics:
             read = usage.prompt - usage.cached
             self.counts["tokens", "reused"] += usage.cached
             self.counts["tokens", "read"] += read
-            if usage.prompt_ms is not None and read >= 32:
-                self.rates.append(usage.prompt_ms / read)
+            ms = usage.prompt_ms
+            if ms is None and exchange.stream and exchange.begun:  # the first event comes when the prompt is read
+                ms = 1000 * (exchange.begun - exchange.sent)
+            if ms is not None and read >= 32:
+                self.rates.append(ms / read)
             rate = self.ms_per_token()
             if rate is not None:
                 self.saved += usage.cached * rate / 1000
-            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), verdict.name))
+            name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
+            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
                 return ""
             self.window.append((usage.cached, usage.prompt, verdict.name))
             return self.warning()
+
+    def verdicts(self) -> int:
+        """How many prompts were judged."""
+        return sum(count for (group, _), count in self.counts.items() if group == "verdicts")
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
@@ -3356,9 +3820,13 @@ class Metrics:
         if self.warned:
             return ""
         self.warned = True
+        return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
+
+    def cause(self) -> str:
+        """The most frequent reason why the requests of the window were not reused."""
         causes = collections.Counter(name for _, _, name in self.window if name != "extended")
-        cause = causes.most_common(1)[0][0] if causes else "extended"
-        return f"only {100 * rate:.0f}% of the last 20 prompts was reused; most often: {cause} ({VERDICTS[cause]})"
+        name, count = causes.most_common(1)[0] if causes else ("extended", len(self.window))
+        return f"most often ({count} of {len(self.window)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
         def size(one: Exchange) -> int:
@@ -3378,77 +3846,107 @@ class Metrics:
 class Capture:
     """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the proxy."""
 
-    SECRET = re.compile(r"(?i)authorization|cookie|api-?key|token|secret|password")
+    SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
         self.guard = threading.Lock()
         self.file: Any = None
+        self.size = 0
 
     def write(self, exchange: Exchange) -> None:
         if not self.path or exchange.received is None:
             return
+        line = self.line(exchange, exchange.received) + "\n"
+        with self.guard:
+            try:
+                if self.path:
+                    self.append(line)
+            except OSError as error:
+                self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
+                self.path = ""
+                self.shut()
+
+    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
         request = exchange.request
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.headers}
         row: Json = {
             "method": request.method,
-            "path": re.sub(r"(?i)([?&][^=&]*(?:key|token|secret)[^=&]*=)[^&]*", r"\1***", request.path),
+            "path": self.without_secrets(request.path),
             "time": exchange.time,
-            "headers": {name: "***" if self.SECRET.search(name) else value for name, value in headers.items()},
+            "headers": {
+                name.decode(): "***" if self.SECRET.search(name.decode()) else value.decode("latin-1")
+                for name, value in request.headers
+            },
             "status": exchange.status,
             "report": dataclasses.asdict(exchange.report),
             "usage": dataclasses.asdict(exchange.usage),
             "verdict": exchange.verdict.name if exchange.verdict else None,
         }
-        try:
-            row["body"] = json.loads(exchange.received)
-        except (ValueError, RecursionError):
-            row["text"] = exchange.received.decode("utf-8", "replace")
-        try:
-            line = json.dumps(row, separators=(",", ":")) + "\n"
-            with self.guard:
-                if self.path:
-                    self.append(line)
-        except (OSError, RecursionError) as error:
-            self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
-            self.path = ""
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps({**row, "body": json.loads(received)}, separators=(",", ":"))
+        return json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
+
+    def without_secrets(self, path: str) -> str:
+        """A request path whose query names keys but does not tell them."""
+        place, mark, query = path.partition("?")
+        pairs = [pair.partition("=") for pair in query.split("&")]
+        told = [
+            name + equals + ("***" if self.SECRET.search(urllib.parse.unquote(name)) else value)
+            for name, equals, value in pairs
+        ]
+        return place + mark + "&".join(told)
 
     def append(self, line: str) -> None:
+        if self.file is not None and self.size + len(line) > self.limit:
+            self.shut()
+            os.replace(self.path, self.path + ".1")
         if self.file is None:
             self.file = open_private(self.path, os.O_APPEND)
-        if self.file.tell() and self.file.tell() + len(line) > self.limit:
-            self.file.close()
-            os.replace(self.path, self.path + ".1")
-            self.file = open_private(self.path, os.O_APPEND)
+            self.size = os.fstat(self.file.fileno()).st_size
+            if self.size and self.size + len(line) > self.limit:
+                return self.append(line)
         self.file.write(line)
         self.file.flush()
+        self.size += len(line)
+
+    def shut(self) -> None:
+        file, self.file = self.file, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()
 
     def close(self) -> None:
-        with self.guard, contextlib.suppress(OSError):
-            if self.file is not None:
-                self.file.close()
-            self.file = None
+        with self.guard:
+            self.shut()
 
 
 def open_private(path: str, flag: int) -> Any:
-    """A text file to write that only its owner may read. Raises OSError."""
-    return os.fdopen(
-        os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "a" if flag & os.O_APPEND else "w", encoding="ascii"
-    )
+    """A text file to write that only its owner may read, also one that was there already. Raises OSError."""
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
+        with contextlib.suppress(OSError):
+            os.fchmod(number, 0o600)
+    return os.fdopen(number, "a" if flag & os.O_APPEND else "w", encoding="ascii")
 
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first real turn needs them."""
 
-    FIRST_WAIT, AWAY_WAIT = 1.0, 5.0
+    FIRST_WAIT, AWAY_WAIT = 1.0, 5.0  # seconds of quiet before the first try, and between looks at the server
+    NOT_READY = (0, 502, 503, 504)
+    KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
+            "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
         self.heads: collections.OrderedDict[str, Json] = collections.OrderedDict()  # newest last
-        self.guard = threading.Lock()
-        self.wake, self.over = threading.Event(), threading.Event()
-        self.current: Wire | None = None
-        self.state = "off"
+        self.guard, self.writing = threading.Lock(), threading.Lock()
+        self.due: list[str] = []  # keys of heads that the server has yet to read
+        self.lost_at = proxy.backend.lost_at
+        self.over = threading.Event()
+        self.current: socket.socket | None = None
+        self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
+        self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
     def enabled(self) -> bool:
@@ -3464,24 +3962,35 @@ class Warmup:
 
     def stop(self) -> None:
         self.over.set()
-        self.wake.set()
         self.interrupt()
         if self.thread is not None:
             self.thread.join(5)
 
+    # --- the file -----------------------------------------------------------------------------------------------------
+
     def load(self) -> None:
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that new ones match."""
         if not self.config.warmup_file:
             return
         try:
             with open(self.config.warmup_file, encoding="ascii") as file:
                 rows = json.load(file)
-            heads = {key: row for key, row in rows.items() if isinstance(row, dict) and {"path", "body"} <= row.keys()}
+            for key, row in rows.items():
+                dialect, counting = dialect_of(row["path"])
+                view = view_of(row["body"], dialect) if dialect is not None and not counting else None
+                if view is None:
+                    raise ValueError(f"{key[:80]!r} is no head")
+                if self.config.scrub and self.config.replay:
+                    with self.proxy.replay.store.lock:
+                        self.proxy.replay.tools(view, self.proxy.replay.units(view, []), Report(), b"", True)
+                self.heads[key] = row
         except FileNotFoundError:
             return
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            self.proxy.log.warning("WARMUP_FILE cannot be read (%s); it starts anew", error)
-            return
-        self.heads.update(list(heads.items())[-self.config.warmup_heads :])
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            self.warn(f"WARMUP_FILE={self.config.warmup_file!r} cannot be read and starts anew: {error}")
+        while len(self.heads) > self.config.warmup_heads:
+            self.heads.popitem(last=False)
+        self.due = list(self.heads)
 
     def remember(self, exchange: Exchange) -> None:
         """Keep the head (system, tools, model) of a request that was answered."""
@@ -3490,102 +3999,117 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        keep: Json = {
-            k: view.body[k] for k in ("model", "system", "instructions", "tools", "tool_choice") if k in view.body
-        }
+        body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        user: Json = {"role": "user", "content": "."}
-        body: Json = {**keep, view.dialect.turns: [*systems, user], "stream": False}
+        body.update({view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False})
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
         if body.get("tool_choice") not in (None, "auto", "none"):
             del body["tool_choice"]
-        key = digest(dump(body)).hex()
+        key = digest(view.dialect.name, dump(body)).hex()
+        self.keys = {name: found for name in ("authorization", "x-api-key") if (found := exchange.request.get(name))}
         with self.guard:
-            new = key not in self.heads
+            newest = next(reversed(self.heads), None)
             self.heads[key] = {"path": exchange.request.path.split("?")[0], "body": body}
             self.heads.move_to_end(key)
+            if key in self.due:
+                self.due.remove(key)
             while len(self.heads) > self.config.warmup_heads:
                 self.heads.popitem(last=False)
-            rows = dict(self.heads)
-        if new and self.config.warmup_file:
-            self.save(rows)
+        if key != newest and self.config.warmup_file:
+            self.save()
 
-    def save(self, rows: Mapping[str, Json]) -> None:
-        temporary = f"{self.config.warmup_file}.{os.getpid()}.tmp"
-        try:
-            with open_private(temporary, os.O_TRUNC) as file:
-                json.dump(rows, file)
-            os.replace(temporary, self.config.warmup_file)
-        except OSError as error:
-            self.proxy.log.warning("WARMUP_FILE cannot be written (%s)", error)
+    def save(self) -> None:
+        path = self.config.warmup_file
+        temporary = f"{path}.{os.getpid()}.tmp"
+        with self.writing:
+            with self.guard:
+                text = json.dumps(self.heads)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+                with open_private(temporary, os.O_EXCL) as file:
+                    file.write(text)
+                os.replace(temporary, path)
+            except OSError as error:
+                self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+
+    def warn(self, text: str) -> None:
+        """Trouble with the file is told once."""
+        if not self.warned:
+            self.proxy.log.warning("%s", text)
+        self.warned = True
+
+    # --- the work -----------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once."""
-        wire = self.current
-        if wire is not None:
-            wire.close()
+        """A client's request goes first: give the model up at once. The thread that reads closes the socket."""
+        sock = self.current
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        """Warm up after a start and after the backend was away; repeat the newest head while idle, if that is wanted."""
-        due, wait, lost_at = bool(self.config.warmup_file), self.FIRST_WAIT, self.proxy.backend.lost_at
-        while not self.over.is_set():
-            self.wake.wait(wait)
-            self.wake.clear()
-            if self.over.is_set():
-                return
+        wait = self.FIRST_WAIT
+        while not self.over.wait(wait):
+            try:
+                self.step()
+            except Exception:
+                self.proxy.log.exception("warm-up failed")
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
-            if self.proxy.backend.lost_at != lost_at:
-                lost_at, due = self.proxy.backend.lost_at, bool(self.config.warmup_file)
-            with self.guard:
-                heads = list(self.heads.values())
-            if self.proxy.running or not heads:
-                continue
-            if due:
-                due = not self.read(heads)
-            elif (
-                self.config.keepalive_seconds
-                and time.monotonic() - self.proxy.last_end >= self.config.keepalive_seconds
-            ):
-                self.read(heads[-1:])
 
-    def read(self, heads: list[Json]) -> bool:
-        """Send each head with one output token. False when the server is not ready, or a client came in between."""
-        if self.proxy.backend.ask("/health", 2.0)[0] not in (200, 404):
-            return False
-        for number, head in enumerate(heads, 1):
-            self.state = f"reading head {number} of {len(heads)}"
+    def step(self) -> None:
+        """Warm up after a start and after the backend was away; repeat the newest head while idle, if that is wanted."""
+        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
+        idle = time.monotonic() - self.proxy.last_end
+        if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
+            return  # an agent that runs its tools is not idle
+        ready = backend.ask("/health", 4.0)[0] not in self.NOT_READY
+        if not ready:
+            backend.lost()
+        with self.guard:
+            if backend.lost_at != self.lost_at:
+                self.lost_at = backend.lost_at
+                self.due = list(self.heads) if self.config.warmup_file else []
+            keys = self.due or (list(self.heads)[-1:] if keepalive and idle >= keepalive else [])
+            heads = [(key, self.heads[key]) for key in keys if key in self.heads]
+        if not ready:
+            self.state = "the server is away"
+            return
+        for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
-            if self.proxy.running or self.over.is_set() or not self.send(head):
-                self.state = "interrupted"
-                return False
-            self.proxy.log.info("warm-up | head %d of %d | %.1f s", number, len(heads), time.monotonic() - started)
-        self.state = "warm"
-        self.proxy.last_end = time.monotonic()
-        return True
+            self.state = name = f"head {number} of {len(heads)}"
+            status = self.send(head)
+            ended = time.monotonic()
+            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
+            self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
+            if status in self.NOT_READY:
+                return
+            self.proxy.last_end = ended
+            with self.guard:
+                self.due = [other for other in self.due if other != key]
 
-    def send(self, head: Json) -> bool:
-        backend, body = self.proxy.backend, dump(head["body"])
+    def send(self, head: Json) -> int:
+        """Have the server read a head; returns the status, 0 without an answer."""
+        backend, connection = self.proxy.backend, None
+        headers = {"Content-Type": "application/json", "Connection": "close", **self.keys}
         try:
-            upstream = backend.connect()
-            self.current = upstream.wire
-            if self.proxy.running:  # a client came before the connection could be interrupted
-                return False
-            request = (
-                b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-                % (backend.target(head["path"].encode()), backend.authority(), len(body))
-            )
-            upstream.wire.sock.sendall(request + body)
-            upstream.wire.sock.settimeout(self.config.read_timeout)
-            answer = b""
-            while data := upstream.wire.sock.recv(65536):
-                answer = (answer + data)[:64]
-            return answer.startswith(b"HTTP/1.1 200")
-        except OSError:
-            return False
+            target = backend.target(head["path"].encode()).decode()
+            connection = http_connection(backend.locate(), self.config.connect_timeout)
+            connection.connect()
+            connection.sock.settimeout(self.config.read_timeout)
+            self.current = connection.sock
+            if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                return 0
+            connection.request("POST", target, dump(head["body"]), headers)
+            response = connection.getresponse()
+            response.read()
+            return response.status
+        except (OSError, ValueError, http.client.HTTPException):
+            return 0
         finally:
-            wire, self.current = self.current, None
-            if wire is not None:
-                wire.close()
+            self.current = None
+            if connection is not None:
+                connection.close()
 
 
 # ======================================================================================================================
@@ -3594,35 +4118,51 @@ class Warmup:
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<title>kvproxy</title><style nonce="{nonce}">
-:root {{ color-scheme: light dark; --ink: #1c2127; --soft: #5c6773; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #8a5a00; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ec; --soft: #9aa5b1; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; }} }}
+<title>{title}</title><link rel="icon" href="data:,"><style nonce="{nonce}">
+:root {{ color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
+  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
+  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; }} }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
   max-width: 60rem; }}
-h1 {{ font-size: 1.1rem; margin: 0; color: var(--soft); font-weight: 600 }} h2 {{ font-size: 1.05rem; margin: 2rem 0 .5rem }}
-.state {{ font-size: 1.6rem; font-weight: 650; margin: .4rem 0; line-height: 1.25 }}
+h1 {{ font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }}
+h2 {{ font-size: 1.05rem; margin: 2rem 0 .6rem }}
+p {{ margin: 0; overflow-wrap: anywhere }}
+.state {{ font-size: 1.7rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }}
 .good {{ color: var(--good) }} .bad {{ color: var(--bad) }} .fair {{ color: var(--fair) }} .soft {{ color: var(--soft) }}
-dl {{ display: flex; flex-wrap: wrap; gap: .6rem 2rem; margin: 1rem 0 }} dt {{ color: var(--soft); font-size: .85rem }}
-dd {{ margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums }}
-svg {{ width: 100%; height: 9rem; display: block }} svg text {{ fill: var(--soft); font-size: 11px }}
-svg line {{ stroke: var(--line) }} .bar {{ fill: var(--good) }} .bar.low {{ fill: var(--bad) }}
-ol, ul {{ list-style: none; padding: 0; margin: 0 }} li {{ border-top: 1px solid var(--line); padding: .5rem 0 }}
-li p {{ margin: 0; overflow-wrap: anywhere }} code {{ font-size: .88em; overflow-wrap: anywhere }}
+dl {{ display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 }} dt {{ color: var(--soft); font-size: .85rem }}
+dd {{ margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }}
+.chart {{ display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; font-size: .8rem; color: var(--soft) }}
+.scale {{ display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
+  margin: -.4em 0 }}
+.times {{ grid-column: 2; display: flex; justify-content: space-between }}
+svg {{ width: 100%; height: 9rem; display: block }} svg line {{ stroke: var(--line); vector-effect: non-scaling-stroke }}
+rect {{ fill: var(--rest) }} rect.good {{ fill: var(--good) }} rect.bad {{ fill: var(--bad) }}
+.key {{ font-size: .85rem; color: var(--soft); margin-top: .4rem }} .key b {{ font-weight: 600 }}
+ol {{ list-style: none; padding: 0; margin: 0 }} li {{ border-top: 1px solid var(--line); padding: .5rem 0 }}
+li p:first-child {{ display: flex; flex-wrap: wrap; gap: 0 .8rem }} li b {{ font-weight: 600 }}
+time, td {{ font-variant-numeric: tabular-nums }} code {{ font-size: .88em; overflow-wrap: anywhere }}
 a {{ color: inherit }} a:focus-visible, summary:focus-visible {{ outline: 2px solid var(--good); outline-offset: 2px }}
-table {{ border-collapse: collapse; width: 100%; font-size: .9rem }} td {{ border-top: 1px solid var(--line);
-  padding: .25rem .5rem .25rem 0; overflow-wrap: anywhere; vertical-align: top }}
-</style></head><body><header><h1>kvproxy {version}</h1></header><main id="main" aria-live="polite">{main}</main>
+summary {{ font-size: 1.05rem; font-weight: 650; cursor: pointer }} details {{ margin: 2rem 0 1rem }}
+table {{ border-collapse: collapse; width: 100%; font-size: .9rem }} th, td {{ border-top: 1px solid var(--line);
+  padding: .3rem .8rem .3rem 0; overflow-wrap: anywhere; vertical-align: top; text-align: left; font-weight: 400 }}
+td:nth-child(2) {{ max-width: 16rem }}
+@media (max-width: 34rem) {{ .state {{ font-size: 1.4rem }} th, td {{ display: block; padding: 0 }} th {{ padding-top: .4rem }}
+  td {{ border: 0 }} td:last-child {{ padding-bottom: .4rem }} td:nth-child(2) {{ max-width: none }} }}
+</style></head><body><header><h1>kvproxy {version}</h1></header><main>{main}</main>
 <details><summary>Settings in force</summary><table>{settings}</table></details>
 <script nonce="{nonce}">
 setInterval(async () => {{
-  const box = document.getElementById("main");
-  if (document.hidden || box.contains(document.activeElement) || String(getSelection())) return;
+  if (document.hidden || String(getSelection())) return;
   try {{
     const page = new DOMParser().parseFromString(await (await fetch("/kvproxy")).text(), "text/html");
-    const news = page.getElementById("main");
-    if (news && news.innerHTML !== box.innerHTML) box.innerHTML = news.innerHTML;
+    for (const part of document.querySelectorAll("main > [id]")) {{
+      const news = page.getElementById(part.id);
+      if (!news || part.contains(document.activeElement)) continue;
+      if (news.className !== part.className) part.className = news.className;
+      if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
+    }}
+    document.title = page.title;
   }} catch (error) {{ /* the proxy is away: what stands here stays */ }}
 }}, 3000);
 </script></body></html>
@@ -3647,6 +4187,9 @@ Answer = tuple[int, bytes, Headers, str]
 
 class Pages:
     """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
+
+    SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
+    DIFF_LINES = 20000  # difflib takes long for more
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -3722,6 +4265,9 @@ class Pages:
                     .splitlines()
                     for raw in (exchange.received, exchange.forwarded)
                 ]
+                if max(map(len, texts)) > self.DIFF_LINES:
+                    row["note"] = "the bodies are too long for a diff"
+                    return row
                 diff = difflib.unified_diff(texts[0], texts[1], "received", "forwarded", lineterm="", n=2)
                 row["diff"] = list(diff)
         return row
@@ -3760,97 +4306,141 @@ class Pages:
     def page(self) -> Answer:
         nonce = uuid.uuid4().hex
         settings = "".join(
-            f"<tr><td><code>{name}</code></td><td><code>{html.escape(str(getattr(self.proxy.config, name.lower())))}</code>"
-            f"</td><td>{html.escape(text)}</td></tr>"
+            f'<tr><th scope="row"><code>{name}</code></th><td><code>{html.escape(shown(getattr(self.proxy.config, name.lower())))}'
+            f"</code></td><td>{html.escape(text)}</td></tr>"
             for name, _, text in Config.table()
         )
         with self.proxy.metrics.guard:
-            body = PAGE.format(nonce=nonce, version=__version__, main=self.main(), settings=settings)
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'"
+            title, main = self.main()
+        body = PAGE.format(nonce=nonce, version=__version__, title=html.escape(title), main=main, settings=settings)
+        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:"
         headers = [
             (b"Content-Security-Policy", (policy + "; frame-ancestors 'none'; base-uri 'none'").encode()),
             (b"X-Content-Type-Options", b"nosniff"),
             (b"Referrer-Policy", b"no-referrer"),
         ]
-        return 200, body.encode(), headers, "text/html; charset=utf-8"
+        return 200, body.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
-    def main(self) -> str:
-        """The part of the page that changes."""
+    def main(self) -> tuple[str, str]:
+        """The page's title, and the part that changes: the script renews each element that has an id."""
         metrics, proxy = self.proxy.metrics, self.proxy
-        rate, counts = metrics.hit_rate(), metrics.counts
-        reused, read = counts["tokens", "reused"], counts["tokens", "read"]
-        if rate is None:
-            state, tone = "No prompt measured yet", "fair"
-            hint = "Point your agent at this address; what the server reports shows up here."
-        elif rate >= proxy.config.warn_reuse:
-            state, tone = f"The cache works: {100 * rate:.0f}% of the recent prompts was reused", "good"
-            hint = ""
-        else:
-            state, tone = f"The cache misses: only {100 * rate:.0f}% of the recent prompts was reused", "bad"
-            causes = collections.Counter(name for _, _, name in metrics.window if name != "extended")
-            hint = f"Most often: {VERDICTS[causes.most_common(1)[0][0]]}." if causes else ""
+        state, tone, hint = self.state()
+        unknown = "not reported" if metrics.verdicts() else "-"
+        reused, read = metrics.counts["tokens", "reused"], metrics.counts["tokens", "read"]
         facts = [
-            ("tokens reused", f"{reused:,}"),
-            ("tokens read", f"{read:,}"),
-            ("time saved, about", duration(metrics.saved)),
+            ("tokens reused", f"{reused:,}" if reused + read else unknown),
+            ("tokens read", f"{read:,}" if reused + read else unknown),
+            ("time saved, about", duration(metrics.saved) if metrics.rates else "-"),
             ("requests", f"{metrics.number:,}"),
-            ("running", str(proxy.running)),
-            ("server", html.escape(proxy.backend.name())),
+            ("running now", str(proxy.running)),
+            ("server", proxy.backend.name()),
         ]
         if proxy.warmup.enabled():
-            facts.append(("warm-up", html.escape(proxy.warmup.state)))
-        items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-        rows = "".join(self.item(exchange) for exchange in reversed(metrics.recent)) or "<li>None yet.</li>"
-        return (
-            f'<p class="state {tone}">{html.escape(state)}</p><p class="soft">{html.escape(hint)}</p><dl>{items}</dl>'
-            f"<h2>Reuse per request</h2>{self.chart()}<h2>Last requests</h2><ol>{rows}</ol>"
+            facts.append(("warm-up", proxy.warmup.state))
+        items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts)
+        newest = list(metrics.recent)[: -self.SHOWN - 1 : -1]
+        rows = "".join(self.item(exchange) for exchange in newest)
+        if not rows:
+            rows = f"<li>{'None yet.' if proxy.config.keep_requests else 'None are kept (KEEP_REQUESTS=0).'}</li>"
+        return f"{state} - kvproxy", (
+            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>'
+            f'<p id="hint" class="soft">{html.escape(hint)}</p><dl id="facts">{items}</dl>'
+            f'<h2>Reuse per request</h2><div id="chart">{self.chart()}</div>'
+            f'<h2>Last requests</h2><ol id="requests">{rows}</ol>'
+            '<p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p>'
         )
 
+    def state(self) -> tuple[str, str, str]:
+        """What a person wants to know first, its tone, and what explains it."""
+        metrics, proxy = self.proxy.metrics, self.proxy
+        last = metrics.recent[-1] if metrics.recent else None
+        if last is not None and last.status in (502, 503, 504):
+            words = "is not ready" if last.status == 503 else "does not answer"
+            return f"The model server {words} ({last.status})", "bad", last.fault or "It may be loading its model."
+        window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
+        if not metrics.window and metrics.verdicts():
+            shares = [one.verdict.share for one in metrics.recent if one.verdict and not one.verdict.side]
+            hint = f"By their text, {100 * statistics.mean(shares):.0f}% of the last prompts could be reused." if shares else ""
+            return "The server does not report what it reused", "fair", hint
+        if not metrics.window:
+            return "No prompt yet", "fair", "Set your agent's base URL to this address and send something."
+        if not window:
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{counted(len(metrics.window), 'first prompt')}, nothing to reuse so far", "fair", hint
+        rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
+        firsts = len(metrics.window) - len(window)
+        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}" + (
+            f"; {counted(firsts, 'first prompt')} not counted." if firsts else "."
+        )
+        if rate >= proxy.config.warn_reuse:
+            return f"The cache works: {int(100 * rate)}% reused", "good", hint
+        lines = [one.verdict.line() for one in metrics.recent if one.verdict and not one.verdict.side]
+        example = next((f" Last: {line}" for line in reversed(lines) if line), "")
+        hint = f"{hint} {metrics.cause().capitalize()}.{example}"
+        return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
+
     def chart(self) -> str:
-        """Bars, oldest left; a label tells screen readers what they show."""
-        points = list(self.proxy.metrics.points)[-60:]
+        """Bars, oldest left; a label tells screen readers what they show. Text stands beside the drawing, which stretches."""
+        points = list(self.proxy.metrics.points)
         if not points:
-            return '<p class="soft">Nothing to show yet.</p>'
-        step = 600 / max(20, len(points))
+            reason = "The server reports no numbers." if self.proxy.metrics.verdicts() else "Nothing to show yet."
+            return f'<p class="soft">{reason}</p>'
+        slots = max(20, len(points))
         bars = "".join(
-            f'<rect class="bar{" low" if share < 0.5 else ""}" x="{40 + i * step:.1f}" y="{110 - 100 * share:.1f}"'
-            f' width="{step * 0.8:.1f}" height="{max(1.5, 100 * share):.1f}"><title>{time.strftime("%H:%M:%S", time.localtime(when))}'
-            f" {100 * share:.0f}% {name}</title></rect>"
+            f'<rect class="{TONES.get(name, "")}" x="{i + 0.1}" y="{100 - max(2, 100 * share):.1f}" width=".8"'
+            f' height="{max(2, 100 * share):.1f}"><title>{clock(when)}: {100 * share:.0f}%, {html.escape(name)}</title></rect>'
             for i, (when, share, name) in enumerate(points)
         )
-        grid = "".join(
-            f'<line x1="38" x2="640" y1="{y}" y2="{y}"/><text x="34" y="{y + 4}" text-anchor="end">{label}</text>'
-            for y, label in ((10, "100%"), (60, "50%"), (110, "0"))
-        )
-        mean = sum(share for _, share, _ in points) / len(points)
-        clock = (
-            time.strftime("%H:%M", time.localtime(points[0][0])),
-            time.strftime("%H:%M", time.localtime(points[-1][0])),
-        )
+        grid = "".join(f'<line x1="0" x2="{slots}" y1="{y}" y2="{y}"/>' for y in (0, 50, 100))
+        mean = statistics.mean(share for _, share, _ in points)
+        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}: {100 * mean:.0f}% on average"
         return (
-            f'<svg viewBox="0 0 640 128" preserveAspectRatio="none" role="img" aria-label="Share of the prompt reused in the'
-            f' last {len(points)} requests, {100 * mean:.0f}% on average">{grid}{bars}<text x="40" y="125">{clock[0]}</text>'
-            f'<text x="640" y="125" text-anchor="end">{clock[1]}</text></svg>'
+            '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
+            f'<svg viewBox="0 0 {slots} 100" preserveAspectRatio="none" role="img" aria-label="{label}">{grid}{bars}</svg>'
+            f'<div class="times"><span>{clock(points[0][0])}</span><span>{clock(points[-1][0])}</span></div></div>'
+            '<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,'
+            " branches and side requests.</p>"
         )
 
     def item(self, exchange: Exchange) -> str:
+        """A request in the list."""
         usage, verdict = exchange.usage, exchange.verdict
-        told = "not reported"
-        if usage.cached is not None and usage.prompt:
-            told = f"{100 * usage.cached / usage.prompt:.0f}% of {usage.prompt:,} tokens reused"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
-        words, tone = "", "soft"
+        elif exchange.counting:
+            told = "counts tokens"
+        elif usage.cached is None or not usage.prompt:
+            told = "reuse not reported"
+        else:
+            told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
+        words, line = "", ""
         if verdict is not None:
-            tone = {"extended": "good", "rewritten": "bad", "lost": "bad"}.get(verdict.name, "soft")
-            words = f"{verdict.name}: {VERDICTS[verdict.name]}" + (f" ({verdict.side} request)" if verdict.side else "")
-        when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
-        line = f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict and verdict.line() else ""
+            side = f" ({verdict.side} request)" if verdict.side else ""
+            words = f'<p><b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
+            line = f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         path = html.escape(exchange.request.path.split("?")[0])
         return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}">{when}</a> <code>{path}</code> {html.escape(told)}</p>'
-            f'<p class="{tone}">{html.escape(words)}</p>{line}</li>'
+            f'<li><p><a href="/kvproxy/requests/{exchange.number}"><time>{clock(exchange.time)}</time></a>'
+            f"<span>{html.escape(told)}</span><code>{path}</code></p>{words}{line}</li>"
         )
+
+
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # of verdicts; all others are neither
+
+
+def clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def shown(value: Any) -> str:
+    """A setting's value as its variable would spell it."""
+    if isinstance(value, tuple):
+        return "  ".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:
@@ -3905,17 +4495,15 @@ def agent_turns(tokens: int, turns: int, mark: str) -> Iterator[tuple[Json, Call
         )
 
 
-def ask(url: str, body: Json, timeout: float) -> tuple[str, Usage, float]:
+def ask(backend: Backend, body: Json, timeout: float) -> tuple[str, Usage, float]:
     """(answer, usage, ms to the first byte) of one streamed chat request. Raises OSError or ValueError."""
-    parts = urllib.parse.urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    connection = http_connection(backend.locate(), timeout)
     try:
         started = time.monotonic()
         headers = {"Content-Type": "application/json"}
         if os.environ.get("API_KEY"):
             headers["Authorization"] = "Bearer " + os.environ["API_KEY"]
-        connection.request("POST", parts.path.rstrip("/") + "/v1/chat/completions", dump(body), headers)
+        connection.request("POST", backend.target(b"/v1/chat/completions").decode(), dump(body), headers)
         response = connection.getresponse()
         data = response.read1(65536)
         first = 1000 * (time.monotonic() - started)
@@ -3923,7 +4511,8 @@ def ask(url: str, body: Json, timeout: float) -> tuple[str, Usage, float]:
             while more := response.read1(65536):
                 data += more
         if response.status != 200:
-            raise ValueError(f"the server answered {response.status}: {data[:200].decode('utf-8', 'replace')}")
+            told = " ".join(data[:200].decode("utf-8", "replace").split())
+            raise ValueError(f"the server answered {response.status}: {told}")
     finally:
         connection.close()
     text = hint_of(data)
@@ -3932,9 +4521,9 @@ def ask(url: str, body: Json, timeout: float) -> tuple[str, Usage, float]:
 
 def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress: Callable[[str], None]) -> list[Json]:
     """Play the conversation against `url`; a row per turn."""
-    rows = []
+    rows, backend = [], Backend(Config(backend_url=url))
     for number, (body, answer) in enumerate(agent_turns(tokens, turns, mark), 1):
-        text, usage, first = ask(url, body, timeout)
+        text, usage, first = ask(backend, body, timeout)
         answer(text)
         ms = usage.prompt_ms if usage.prompt_ms is not None else first
         rows.append(
@@ -4058,11 +4647,13 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         print(
             f"{args.turns} turns of about {args.tokens:,} tokens against {url.geturl()}, first straight, then through kvproxy."
         )
-        print(f"Straight, every turn reads the whole prompt: {args.turns} times what one cold prompt takes.\n")
+        read = args.tokens * (args.turns + 1)
+        print(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {read:,} tokens in all,")
+        print(f"which takes {duration(read / 400)} on a server that reads 400 tokens a second.\n")
     try:
         straight = play(url.geturl(), args.tokens, args.turns, mark + "a", config.read_timeout, note)
         with Proxy(dataclasses.replace(config, backend_url=url.geturl(), listen_host="127.0.0.1", listen_port=0,
-                                       warmup_file="", capture_file="", log_level="error")) as proxy:  # fmt: skip
+                                       warmup_file="", keepalive_seconds=0, capture_file="", log_level="error")) as proxy:  # fmt: skip
             if not quiet:
                 print()
             through = play(proxy.url, args.tokens, args.turns, mark + "b", config.read_timeout, note)
@@ -4083,6 +4674,7 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
 def command_check(args: argparse.Namespace, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
+    backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
         print(f"No model server answers at {backend.name()}.")
@@ -4090,7 +4682,10 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
             "Is it running? llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234. Set BACKEND_URL."
         )
         return 1
-    print(f"{backend.name()}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    print(f"{backend.name()}: {described(found)}")
+    if "state" in found:
+        print("Set API_KEY and try again." if "key" in found["state"] else "Try again when it is ready.")
+        return 1
     advice = []
     slots, context = found.get("slots"), found.get("context")
     status, rows = backend.ask("/slots")
@@ -4103,7 +4698,8 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
                 f"prompt cache: on, as far as /slots tells; {sum(bool(r.get('is_processing')) for r in rows)} slots busy"
             )
     else:
-        print("prompt cache: the server does not tell (/slots is off); one bench run shows it: python kvproxy.py bench")
+        reason = "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
+        print(f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it")
     if isinstance(slots, int) and slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host cache."
                       " -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
@@ -4127,188 +4723,266 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
     for name, pattern in (
         (
             "slot",
-            r"selected slot by LCP similarity, (?:f_)?sim_best = (?P<sim>[\d.]+)[^,]*(?:, f_keep = (?P<keep>[\d.]+))?",
+            r"(?i)selected slot by lc[ps] similarity.*?\b(?:f_)?sim(?:_best|ilarity) = (?P<sim>[\d.]+)"
+            + r"(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
         ),
         ("lru", r"selected slot by LRU"),
         ("prompt", r"new prompt, n_ctx_slot = (?P<context>\d+).*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
-        (
-            "cached",
-            r"(?:cached n_tokens|kv cache rm|n_tokens|n_past) = (?P<cached>\d+), (?:memory_seq_rm|progress|new tokens)",
-        ),
+        ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
+        ("cached", r"(?:cached n_tokens|n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
+        ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
         ("full", r"[Ff]orcing full prompt re-processing(?P<why> due to [^(\n]*)?"),
-        ("checkpoint", r"(?P<what>created|restored|erased invalidated) context checkpoint"),
         ("eval", r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens"),
-        ("cancel", r"cancel task"),
+        ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
+        ("start", r"server is listening on|loading model"),
     )
 )
-LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>-?\d+))?")
+LOG_SLOT = re.compile(r"(?:\bid +|\bslot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
+LOG_LINE = 16384  # bytes; longer lines are no log lines
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
-    rows: list[Json] = []
-    wasted: collections.Counter[str] = collections.Counter()
-    times: collections.Counter[str] = collections.Counter()
     try:
-        size = os.path.getsize(args.file)
-        with open(args.file, "rb") as file:
-            reader = LogReader(config)
-            shown = time.monotonic()
-            while line := file.readline(PARSE_LIMIT):
-                row = reader.line(line)
-                if row is not None:
-                    rows.append(row)
-                if time.monotonic() - shown > 1 and size and sys.stderr.isatty():
-                    print(f"\r{100 * file.tell() // size}%", end="", file=sys.stderr, flush=True)
-                    shown = time.monotonic()
-            rows += reader.end()
+        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115 - closed below
+        size = 0 if args.file == "-" else os.path.getsize(args.file)
     except OSError as error:
-        print(f"{args.file} cannot be read: {error}", file=sys.stderr)
+        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
-    for row in rows:
-        if row["cause"]:
-            wasted[row["cause"]] += row["wasted"]
-            times[row["cause"]] += 1
-    told = [
-        {"cause": cause, "requests": times[cause], "tokens": tokens, "advice": inspect_advice(cause)}
-        for cause, tokens in wasted.most_common()
-    ]
+    findings: dict[str, Json] = {}
+    number = 0
+    with file:
+        for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
+            if args.json:
+                print(('{"requests": [\n' if number == 1 else ",\n") + json.dumps(row), end="")
+            else:
+                print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
+            if row["cause"]:
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "example": row["what"]}
+                found = findings.setdefault(row["cause"], new)
+                found["requests"] += 1
+                found["tokens"] += row["wasted"]
+                found["cured"] += bool(row["cured"])
+    told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
+    for found in told:
+        found["advice"] = inspect_advice(found)
     if args.json:
-        print(json.dumps({"requests": rows, "findings": told}, indent=1))
+        print(("\n]" if number else '{"requests": []') + ', "findings": ' + json.dumps(told, indent=1) + "}")
         return 0
-    if not rows:
-        print("No request was recognised: neither a capture (JSON lines) nor a llama-server log with -lv 4.")
+    if not number:
+        print("No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4).")
         return 1
-    print(f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened")
-    for number, row in enumerate(rows, 1):
-        cells = [f"{'-' if row[key] is None else format(row[key], ',')}" for key in ("tokens", "read")]
-        marks = [f"{'-' if row[key] is None else format(row[key], '.3f')}" for key in ("sim", "keep")]
-        print(
-            f"{number:>4} {row['name'][:28]:28} {cells[0]:>9} {cells[1]:>9} {marks[0]:>6} {marks[1]:>6}  {row['what']}"
-        )
+    print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
     for found in told:
-        text = f"{found['cause']}: {found['requests']} requests, about {found['tokens']:,} tokens. {found['advice']}"
-        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
+        plural = "s" if found["requests"] > 1 else ""
+        text = f"{found['cause']}: {found['requests']} request{plural}, about {found['tokens']:,} tokens read again."
+        print(textwrap.fill(f"{text} {found['advice']}", 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
+def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
+    """The rows of a file, one by one; progress goes to stderr when a person looks."""
+    shown, done = time.monotonic(), 0
+    while line := file.readline(PARSE_LIMIT):
+        yield from reader.line(line)
+        done += len(line)
+        if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
+            print(f"{100 * done // size}%\r", end="", file=sys.stderr, flush=True)
+            shown = time.monotonic()
+    yield from reader.end()
+
+
+INSPECT_HEAD = f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened"
+INSPECT_LEGEND = (
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
+    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+)
+
+
+def inspect_line(number: int, row: Json) -> str:
+    mark = "~" if row["estimated"] else ""
+    cells = ["-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")]
+    shares = ["-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep")]
+    told = " ".join(f"{cell:>{width}}" for cell, width in zip([*cells, *shares], (9, 9, 6, 6), strict=True))
+    return f"{number:>4} {row['name'][:28]:28} {told}  {row['what']}"
+
+
 INSPECT_ADVICE = {
-    "system": "kvproxy scrubs or lifts the shapes it knows; for others set LIFT_REGEX (keeps the text) or STRIP_REGEX.",
-    "tool order": "kvproxy keeps the first-seen order.",
-    "tools": "Tools came or went; kvproxy puts new ones last. Freeze the tool list if you can.",
-    "turn": "History was changed; kvproxy replays decorations. Real edits and compaction cost one miss.",
-    "forced": ADVICE["checkpoint"],
-    "another slot": ADVICE["taken"],
-    "low similarity": "The prompt differs near its start: send it through kvproxy, capture (CAPTURE_FILE) and inspect that.",
+    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
+    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
+    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
+    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
+    " sliding-window models may read the whole prompt again.",
+    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
+    " the change: --ctx-checkpoints, --swa-full.",
+    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
+    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
+    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
+    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
+    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
 }
 
 
-def inspect_advice(cause: str) -> str:
-    return next((text for name, text in INSPECT_ADVICE.items() if name in cause), "")
+def inspect_advice(found: Json) -> str:
+    """What to do about a finding."""
+    if found["cause"].startswith("lost"):
+        return str(found["example"]).partition(": ")[2] + "."
+    if found["cured"] == found["requests"]:
+        return "kvproxy cures this: nothing to do but to send the requests through it."
+    advice = next(text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
+    return (f"kvproxy cures {found['cured']} of them. " if found["cured"] else "") + advice
 
 
 class LogReader:
     """Reads a capture or a server log line by line; a row per request comes out when it is complete."""
 
     def __init__(self, config: Config) -> None:
-        self.ledger = Ledger(config.ledger_mb << 20)
+        limit = config.ledger_mb << 20
+        self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, and as kvproxy would have sent it
+        self.scrubber, self.replay = Scrubber(config), Replay(config)
+        self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[str, Json] = {}
+        self.slot, self.longest = "?", 0  # the slot that the log spoke of last; the longest prompt since a start
 
-    def line(self, raw: bytes) -> Json | None:
+    def line(self, raw: bytes) -> list[Json]:
         if raw.lstrip()[:1] == b"{":
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 row = json.loads(raw)
-                if isinstance(row, dict) and isinstance(row.get("body"), dict) and isinstance(row.get("path"), str):
+            except (ValueError, RecursionError):
+                return []  # half a line
+            if isinstance(row, dict) and "body" in row and isinstance(row.get("path"), str):
+                try:
                     return self.captured(row)
-        return self.logged(raw.decode("utf-8", "replace"))
+                except (ValueError, RecursionError):
+                    return []
+        return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
 
-    def captured(self, row: Json) -> Json | None:
+    # --- captures -----------------------------------------------------------------------------------------------------
+
+    def captured(self, row: Json) -> list[Json]:
         dialect, counting = dialect_of(row["path"])
-        view = view_of(row["body"], dialect) if dialect is not None and not counting else None
+        body = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
+        view = view_of(body, dialect) if dialect is not None and not counting else None
         if view is None:
-            return None
+            return []
+        now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
+        status = row.get("status", 200)
+        name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
+        told: Json = {"name": name, "tokens": None, "read": None, "estimated": False, "sim": None, "keep": None, "ms": None,
+                      "what": f"status {status}", "cause": "", "wasted": 0, "cured": None}  # fmt: skip
+        if status not in (0, 200):
+            self.lost_at = now if status in (502, 503, 504) else self.lost_at
+            return [told]
+        headers = row["headers"] if isinstance(row.get("headers"), dict) else {}
+        side = side_of(view.body, {str(key).lower(): str(value) for key, value in headers.items()}, view)
         segments = segments_of(view)
-        headers = (
-            {str(k).lower(): str(v) for k, v in (row.get("headers") or {}).items()}
-            if isinstance(row.get("headers"), dict)
-            else {}
-        )
-        verdict = self.ledger.judge(segments, conversation_of(view), side_of(view.body, headers, view))
-        tokens = sum(len(segment.text) for segment in segments) // 4
-        read = round(tokens * (1 - verdict.share))
-        usage = row.get("usage")
-        if isinstance(usage, dict) and isinstance(usage.get("prompt"), int) and isinstance(usage.get("cached"), int):
-            tokens, read = usage["prompt"], usage["prompt"] - usage["cached"]
-        cause = ""
-        if verdict.name == "rewritten" and not verdict.side:
-            place = verdict.where.split(" ")[0]
-            cause = verdict.kind if verdict.kind in ("tool order", "tools") else f"{place}: {verdict.kind}"
-        what = verdict.name + (f" ({verdict.side})" if verdict.side else "")
-        if verdict.line():
-            what += ", " + verdict.line()
-        return {
-            "name": f"{row['path'].split('?')[0]} {len(view.turns)} items", "tokens": tokens, "read": read, "sim": round(verdict.share, 3),
-            "keep": None, "ms": None, "what": what, "cause": cause, "wasted": read if cause else 0,
-        }  # fmt: skip
+        verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
+        numbers = {key: value for key, value in dict(row.get("usage") or {}).items() if key in ("prompt", "cached", "prompt_ms")}
+        usage = Usage(**numbers)
+        told["tokens"], told["read"], told["ms"] = usage.prompt, usage.read(), usage.prompt_ms
+        if told["read"] is None or told["tokens"] is None:
+            told["estimated"], told["tokens"] = True, sum(len(segment.text) for segment in segments) // 4
+            told["read"] = round(told["tokens"] * (1 - verdict.share))
+        else:
+            settle(verdict, usage, now - self.ended if self.ended else 0.0)
+        self.ended = now
+        told["sim"], told["what"] = round(verdict.share, 3), verdict.name + (f" ({verdict.side})" if verdict.side else "")
+        told["what"] += f": {verdict.line()}" if verdict.line() else ""
+        cure = self.cure(view, side)
+        if verdict.line() and not side:
+            told["cause"], told["wasted"] = cause_of(verdict), told["read"]
+            told["cured"] = verdict.name == "rewritten" and cure.name != "rewritten"
+        return [told]
 
-    def logged(self, text: str) -> Json | None:
+    def cure(self, view: View, side: str) -> Verdict:
+        """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
+        if view.dialect.edited:
+            report = Report()
+            self.scrubber.apply(view, report)
+            self.replay.apply(view, lift(view, self.replay), report)
+        return self.cured.judge(segments_of(view), self.replay.conversation(view), side)
+
+    # --- logs ---------------------------------------------------------------------------------------------------------
+
+    def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does not matter."""
+        if found := LOG_SLOT.search(text):
+            self.slot = found["slot"]
         name, match = next(((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None))
         if match is None:
-            return None
-        found = LOG_SLOT.search(text[: match.start()])
-        slot = found["slot"] if found else "?"
-        done = None
-        if (
-            name in ("slot", "lru", "prompt")
-            and self.tasks.get(slot, {}).get("tokens") is not None
-            and name != "prompt"
-        ):
-            done = self.close(slot)
-        task = self.tasks.setdefault(slot, {"forced": "", "lru": False, "tokens": None, "cached": None, "sim": None, "keep": None, "read": None, "ms": None, "cancelled": False})  # fmt: skip
-        if name == "slot":
-            task["sim"] = float(match["sim"])
-            task["keep"] = float(match["keep"]) if match["keep"] else None
-        elif name == "lru":
-            task["lru"] = True
-        elif name == "prompt":
-            task["tokens"] = int(match["tokens"])
-        elif name == "cached" and task["cached"] is None:
-            task["cached"] = int(match["cached"])
-        elif name == "full":
-            task["forced"] = (match["why"] or " (no reason given)").strip()
-        elif name == "cancel":
-            task["cancelled"] = True
-        elif name == "eval":
-            task["ms"], task["read"] = float(match["ms"]), int(match["read"])
-            if done is None:
-                return self.close(slot)
-        return done
+            return []
+        slot, told = self.slot, match.groupdict()
+        if name == "start":
+            done, self.longest = self.end(), 0
+            return done
+        if name == "cancel":
+            slots = [slot for slot, task in self.tasks.items() if task["task"] == told["cancelled"]]
+            for slot in slots:
+                self.tasks[slot]["cancelled"] = True
+            return [self.close(slot) for slot in slots]
+        begins = name in ("slot", "lru") or (name in ("prompt", "counts") and self.tasks.get(slot, {}).get("tokens"))
+        done = [self.close(slot)] if begins and self.tasks.get(slot, {}).get("tokens") else []
+        if begins:
+            self.tasks.pop(slot, None)
+        task = self.tasks.setdefault(slot, {"task": None, "forced": "", "lru": False, "tokens": None, "cached": None,
+                                            "sim": None, "keep": None, "read": None, "ms": None, "cancelled": False})  # fmt: skip
+        task["task"] = found["task"] if found and found["task"] else task["task"]
+        task["lru"] = task["lru"] or name == "lru"
+        if name == "full":
+            task["forced"] = (told["why"] or " (no reason given)").strip()
+        for key, kind in (("sim", float), ("keep", float), ("tokens", int), ("cached", int), ("read", int), ("ms", float)):
+            if told.get(key) and (task[key] is None or name == "eval"):
+                with contextlib.suppress(ValueError):
+                    task[key] = kind(told[key])
+        if name == "counts" and task["tokens"] is None:
+            task["tokens"] = task["cached"] + task["read"]
+        return [*done, self.close(slot)] if name == "eval" else done
 
     def close(self, slot: str) -> Json:
+        """The row of a slot's task."""
         task = self.tasks.pop(slot)
-        tokens, read = task["tokens"], task["read"]
-        if read is None and tokens is not None and task["cached"] is not None:
-            read = tokens - task["cached"]
-        if tokens is None and read is not None and task["cached"] is not None:
-            tokens = read + task["cached"]
-        cause, what = "", "reused" if tokens and read is not None and read < tokens / 2 else "read"
+        tokens, read, cached, sim = task["tokens"], task["read"], task["cached"], task["sim"]
+        if read is None and tokens is not None and cached is not None:
+            read = tokens - cached
+        if tokens is None and read is not None and cached is not None:
+            tokens = read + cached
+        size = tokens or read or 0
+        first, self.longest = size > 2 * self.longest, max(size, self.longest)
+        cause, what = "", "read" if tokens is None else "reused"
         if task["forced"]:
-            cause, what = "forced re-processing", f"full re-processing {task['forced']}"
-        elif task["sim"] is not None and task["sim"] < 0.5 and (tokens or 0) > 512:
-            cause, what = "low similarity", "the prompt has little in common with the slot's"
-        elif task["lru"] and (tokens or 0) > 512:
-            what = "no similar slot: the least recently used one was taken (a first turn, or another slot was evicted)"
+            cause, what = "full re-processing", f"full re-processing {task['forced']}"
+        elif size > 512 and read is not None and tokens is not None and read > tokens / 2:
+            if sim is not None and sim >= 0.5:
+                cause, what = "not kept", "the slot held a similar prompt, but most was read again"
+            elif sim is not None:
+                cause, what = "low similarity", "little in common with what the slot held"
+            elif first:
+                what = "first prompt of its length"
+            else:
+                cause, what = "no similar slot", "no slot held a similar prompt"
+        if task["keep"] is not None and task["keep"] < 0.5 and sim is not None and sim >= 0.5:
+            what += ", and most of what the slot held was thrown away (-sps 0.6)"
         if task["cancelled"]:
             what += ", cancelled"
-        return {
-            "name": f"slot {slot}", "tokens": tokens, "read": read, "sim": task["sim"], "keep": task["keep"], "ms": task["ms"],
-            "what": what, "cause": cause, "wasted": (read or 0) if cause else 0,
-        }  # fmt: skip
+        return {"name": f"slot {slot}", "tokens": tokens, "read": read, "estimated": False, "sim": sim, "keep": task["keep"],
+                "ms": task["ms"], "what": what, "cause": cause, "wasted": (read or 0) if cause else 0, "cured": None}  # fmt: skip
 
     def end(self) -> list[Json]:
-        return [self.close(slot) for slot in list(self.tasks) if self.tasks[slot]["tokens"] is not None]
+        return [self.close(slot) for slot, task in list(self.tasks.items()) if task["tokens"] is not None]
+
+
+def cause_of(verdict: Verdict) -> str:
+    """A name that the same fault has on every request: the place, and the words before what changes."""
+    if verdict.name == "lost":
+        return f"lost, {verdict.kind}"
+    place = "turn" if verdict.where.startswith("turn ") else verdict.where
+    if verdict.kind in ("taken out", "put in"):
+        start = (verdict.before or verdict.after)[:40]
+        return f"{place} {verdict.kind}: {start!r}"
+    label = verdict.before[: common_prefix(verdict.before, verdict.after)]
+    label = re.sub(r"[\w.:+-]*$", "", label)[-24:].strip()
+    return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
 
 
 # --- main ---------------------------------------------------------------------------------------------------------------
@@ -4330,7 +5004,8 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         proxy.start()
     except OSError as error:
         print(
-            f"Port {config.listen_port} on {config.listen_host} cannot be used: {error}. Set LISTEN_PORT.",
+            f"Port {config.listen_port} on {config.listen_host} cannot be used: {error}."
+            " Set LISTEN_PORT or LISTEN_HOST.",
             file=sys.stderr,
         )
         return 1
@@ -4341,9 +5016,7 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     proxy.log.info("kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url)
     found = proxy.backend.describe()
     if found:
-        proxy.log.info(
-            "backend %s: %s", proxy.backend.name(), ", ".join(f"{key} {value}" for key, value in found.items())
-        )
+        proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:
         proxy.log.warning(
             "backend: none answers yet at %s. Is it running, is BACKEND_URL right? llama-server listens on 9931 (newer) or"
@@ -4414,6 +5087,9 @@ def main(argv: list[str] | None = None) -> int:
         return int(args.run(args, config))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of stdout has seen enough: `inspect FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":
