@@ -536,7 +536,7 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("reminder", r"<system-reminder>.*?</system-reminder>"),
     ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
     ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\]"),
-    ("line", r"(?:\[(?:media attached|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
+    ("line", r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
 TAIL = re.compile(
@@ -1118,11 +1118,12 @@ def digest(*parts: str | bytes) -> bytes:
 class Unit:
     """A turn, the carriers behind it, and its key in the chain. The first unit has no turn: it stands for the head."""
 
-    __slots__ = ("carriers", "key", "said", "turn")
+    __slots__ = ("carriers", "key", "said", "shed", "turn")
 
     def __init__(self, turn: Turn | None, said: str, key: bytes) -> None:
         self.turn, self.said, self.key = turn, said, key
         self.carriers: list[Turn] = []
+        self.shed = False  # a carrier was dropped here
 
     def role(self) -> str:
         return self.turn.role if self.turn else "head"
@@ -1148,21 +1149,23 @@ class Version:
     def decorated(self) -> bool:
         return self.items != [None]
 
-    def goes_on(self, answer: str) -> bool | None:
+    def goes_on(self, answer: str, strict: bool) -> bool | None:
         """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
         if digest(answer) in self.claims:
             return True
         found = [agrees(hint, answer) for hint in self.open]
-        return True if True in found else None if None in found else False
+        return True if True in found else None if None in found or (found and not strict) else False
 
-    def claim(self, answer: str) -> None:
-        """Note an answer that a client went on from; the last eight tell branches apart."""
+    def claim(self, answer: str) -> bool:
+        """Note an answer that a client went on from; the last eight tell branches apart. True if it was foreseen."""
         mark, found = digest(answer), [agrees(hint, answer) for hint in self.open]
-        wanted = True if True in found else None
-        if wanted in found and (wanted or mark not in self.claims):
-            self.open = tuple(hint for i, hint in enumerate(self.open) if i != found.index(wanted))
+        match = next((wanted for wanted in (True, None, False) if wanted in found), None)
+        hint = self.open[found.index(match)] if match in found else ""
+        if match in found and (match or mark not in self.claims):
+            self.open = tuple(hint for i, hint in enumerate(self.open) if i != found.index(match))
         if mark not in self.claims:
             self.claims = (*self.claims[-7:], mark)
+        return match is True and len(hint) > 8
 
 
 class Store:
@@ -1176,6 +1179,7 @@ class Store:
         self.spelled: dict[str, bytes] = {}
         self.clean: collections.deque[tuple[bytes, list[bytes]]] = collections.deque(maxlen=8)
         self.orders: collections.OrderedDict[bytes, list[bytes]] = collections.OrderedDict()
+        self.echoes: dict[bytes, None] = {}  # first keys of conversations whose clients send answers back as they were
 
     def find(self, key: bytes) -> list[Version]:
         found = self.versions.get(key)
@@ -1209,7 +1213,8 @@ class Store:
             with contextlib.suppress(ValueError):
                 text = bytes(raw[at + 8 :]).decode("utf-8")
                 _, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
-                self.clean.append((bytes(raw[at : at + 8 + len(text[:end].encode())]), order))
+                if end <= self.limit >> 6:
+                    self.clean.append((bytes(raw[at : at + 8 + len(text[:end].encode())]), order))
 
     def add_tools(self, forms: Mapping[bytes, str], orders: Mapping[bytes, list[bytes]]) -> None:
         """Remember tools in the spelling seen first, and the order of a set (or a conversation's) in the order sent."""
@@ -1359,11 +1364,13 @@ class Replay:
             path = self.history(units, last, learn)
             moved = restore(units, path, report)
             drop_repeated(units, last, report)
-            late = self.set_down(view.dialect.text, units, last, lifted, moved, path, report)
+            late, moved = self.set_down(view.dialect.text, units, last, lifted, moved, path, report)
             view.turns = view.turns[:start] + flat(units)
             view.store()
             if learn:
                 self.learn(units, last, late, path, trace)
+                for one in moved:
+                    one.note()
                 self.store.trim()
         return trace
 
@@ -1375,41 +1382,45 @@ class Replay:
         path: dict[int, Version] = {}
         parent: tuple[bytes, int] | None = None
         answer: str | None = None  # the assistant turn right behind the unit
+        newest = True  # the unit was the newest one in the last request, if that went through here
         for index in range(last - 1, -1, -1):
             key, behind = units[index].key, units[index + 1]
             if behind.role() == "assistant":
                 answer = behind.said
             elif behind.role() in ("user", "tool", "system"):
-                answer = None
+                answer, newest = None, False
             known = self.store.find(key)
             if path:
                 version = next((v for v in known if parent == (key, v.serial)), None)
+            elif answer is not None:
+                version = pick(known, answer, units[0].key in self.store.echoes, not newest)
             else:
-                version = pick(known, answer) if answer is not None else None
+                version = None
             if version is not None:
                 known.remove(version)
                 known.append(version)  # the most recently used
                 path[index], parent = version, version.parent
-                if learn and answer is not None:
-                    version.claim(answer)
+                if learn and answer is not None and version.claim(answer):
+                    remember(self.store.echoes, units[0].key, None)
         return path
 
     def set_down(
         self, kind: str, units: list[Unit], last: int, lifted: list[Lifted], moved: list[Moved],
         path: Mapping[int, Version], report: Report,
-    ) -> int | None:  # fmt: skip
+    ) -> tuple[int | None, list[Moved]]:  # fmt: skip
         """Put lifted text, and decorations that the client rewrote in history, in front of the newest user text, unless
         the conversation's newest of their kind is equal.
 
-        Returns the index of a unit of history when the text had to go there: a tool loop whose beginning is not known.
+        Returns the index of a unit of history when the text had to go there (a tool loop whose beginning is not known),
+        and the decorations that are there now.
         """
         if not lifted and not moved:
-            return None
+            return None, []
         report.lifted += len(lifted)
         texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
         due, said_before = [], False
         for row in dict.fromkeys(piece.row for piece in lifted):
-            pieces = [piece.text for piece in lifted if piece.row is row]
+            pieces = [piece.text for piece in lifted if piece.row == row]
             said = next((hits for text in reversed(texts) if (hits := row.find(text))), None)
             said_before = said_before or said is not None
             if said is None or not {match.group().strip() for match in said}.issuperset(pieces):
@@ -1422,7 +1433,7 @@ class Replay:
                 due = []
         turn = units[taker].turn if taker >= 0 else None
         if turn is None or not (due or fresh):
-            return None
+            return None, []
         report.lifted += len(fresh)
         if taker < last and turn.item is not None:
             units[taker].turn = turn = turn_of(copy.deepcopy(turn.item))  # it may be the store's own
@@ -1435,9 +1446,7 @@ class Replay:
         else:
             turn.holder[turn.key].insert(0, {"type": kind, "text": text})
             turn.found = None
-        for one in fresh:
-            one.note()
-        return taker if taker < last else None
+        return taker if taker < last else None, fresh
 
     def learn(
         self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace
@@ -1445,7 +1454,7 @@ class Replay:
         """Remember the units after the last answer as they are forwarded now, and `late`, one that changed before it."""
         for index in ([late] if late is not None else []) + list(range(last, len(units))):
             unit = units[index]
-            if unit.role() != "user" and not unit.carriers:
+            if unit.role() != "user" and not unit.carriers and not unit.shed and index < len(units) - 1:
                 continue
             before = max((i for i in path if i < index), default=None)
             parent = (units[before].key, path[before].serial) if before is not None else None
@@ -1524,15 +1533,15 @@ class Moved(NamedTuple):
         return not standing or (self.before != "" and newest != digest(self.now))
 
     def note(self) -> None:
-        if self.before and len(self.version.moved) < 8:
-            self.version.moved[digest(self.before)] = digest(self.now)
+        if self.before:
+            remember(self.version.moved, digest(self.before), digest(self.now), 8)
 
 
 def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> list[Moved]:
     """Put the stored form of each known unit in its place; returns what the client has rewritten there since."""
     moved: list[Moved] = []
-    standing = {turn_of(item).text() for version in path.values() for item in version.items[1:] if item is not None}
-    for index, version in path.items():
+    standing = {turn_of(item).text().strip() for version in path.values() for item in version.items[1:] if item}
+    for index, version in sorted(path.items()):
         unit, own, changed = units[index], version.items[0], False
         if own is not None and unit.turn is not None:
             bare_again = unit.turn.text().strip() + unit.turn.rest() == unit.said
@@ -1547,7 +1556,7 @@ def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> l
             found = rewritten(version, [carried(turn) for turn in carriers], [carried(turn) for turn in unit.carriers])
             gone = standing.union(one.now for one in found if one.before)
             moved += [one for one in found if one.before]
-            carriers += [turn for turn in unit.carriers if turn.text() not in gone]
+            carriers += [turn for turn in unit.carriers if turn.text().strip() not in gone]
         if [turn.text() for turn in carriers] != [turn.text() for turn in unit.carriers]:
             unit.carriers, changed = carriers, True
         report.replayed += changed
@@ -1561,7 +1570,7 @@ def dressing(turn: Turn) -> list[tuple[str, str]]:
 
 def carried(turn: Turn) -> tuple[str, str]:
     """A carrier as one decoration."""
-    return next(iter(dressing(turn)), ("",))[0], turn.text()
+    return next(iter(dressing(turn)), ("",))[0], turn.text().strip()
 
 
 def rewritten(version: Version, was: list[tuple[str, str]], now: list[tuple[str, str]]) -> list[Moved]:
@@ -1574,7 +1583,7 @@ def rewritten(version: Version, was: list[tuple[str, str]], now: list[tuple[str,
         if (kind, text) in was:
             before = text if version.moved else None
         else:
-            before = next((old for of, old in gone if of == kind), "")
+            before = max(((common_prefix(text, old), old) for of, old in gone if of == kind), default=(0, ""))[1]
             gone = [piece for piece in gone if piece != (kind, before)]
         if before is not None:
             found.append(Moved(version, before, text))
@@ -1586,60 +1595,33 @@ def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
 
     A request may not end with the answer itself, which would ask the model to continue it: then carriers stay.
     """
-    newest: dict[str, str] = {}  # by first line
+    newest: dict[str, str] = {}
     for index, unit in enumerate(units):
         kept = []
         for carrier in unit.carriers:
-            text = carrier.text().strip()
-            kind = text.split("\n", 1)[0]
+            kind, text = carried(carrier)
+            if kind in ("event", "runtime", ""):  # of which there are several
+                kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
             if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
                 report.dropped += 1
+                unit.shed = True
             else:
                 newest[kind] = text
                 kept.append(carrier)
         unit.carriers = kept
 
 
-def set_down(units: list[Unit], last: int, lifted: list[Lifted], report: Report) -> int | None:
-    """Put lifted text in front of the newest user text, unless the conversation's newest of its kind is equal.
+def pick(known: list[Version], answer: str, strict: bool, sure: bool) -> Version | None:
+    """Which of several versions of a turn belongs to a conversation that went on with `answer`; None when in doubt.
 
-    Returns the index of a unit of history when the text had to go there: a tool loop whose beginning is not known.
+    `strict`: this client sends answers back as the server gave them, so one that does not agree is another
+    conversation's. `sure`: only one that does agree will do.
     """
-    if not lifted:
-        return None
-    report.lifted += len(lifted)
-    texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
-    due, said_before = [], False
-    for piece in lifted:
-        said = None
-        for text in reversed(texts):
-            if hits := piece.row.find(text):
-                said = hits[-1].group().strip()
-                break
-        said_before = said_before or said is not None
-        if said != piece.text:
-            due.append(piece.text)
-    takers = [
-        i for i, unit in enumerate(units) if unit.role() == "user" and unit.turn is not None and unit.turn.slots()
-    ]
-    if not due or not takers or (takers[-1] < last and said_before):
-        return None  # in a tool loop a changed value waits for the next user turn
-    turn = units[takers[-1]].turn
-    assert turn is not None
-    if takers[-1] < last and turn.item is not None:
-        units[takers[-1]].turn = turn = turn_of(copy.deepcopy(turn.item))  # it may be the store's own
-    slot = turn.slots()[-1]
-    slot.set(reminder("\n".join(due)) + "\n\n" + slot.get())
-    return takers[-1] if takers[-1] < last else None
-
-
-def pick(known: list[Version], answer: str) -> Version | None:
-    """Which of several versions of a turn belongs to a conversation that went on with `answer`; None when in doubt."""
-    found = [(version, version.goes_on(answer)) for version in known]
-    sure = [version for version, yes in found if yes]
+    found = [(version, version.goes_on(answer, strict)) for version in known]
+    sure = sure or any(yes for _, yes in found)
     # Another one whose answer is not known yet may have been answered in the same words.
     fitting = [version for version, yes in found if yes or (yes is None and (not sure or "" in version.open))]
-    return fitting[0] if len(fitting) == 1 else None
+    return fitting[0] if len(fitting) == 1 and (not sure or fitting[0].goes_on(answer, strict)) else None
 
 
 def agrees(hint: str, answer: str) -> bool | None:
@@ -1648,10 +1630,8 @@ def agrees(hint: str, answer: str) -> bool | None:
     words = answer.partition(PIECE)[0]
     if hint and (words == hint or PIECE + hint + PIECE in answer + PIECE or len(hint) > 31 and words.startswith(hint)):
         return True
-    if len(hint) < 48 or hint[0] == "<":
-        return None
     a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
-    return None if len(b) < 16 or b[:16] in a or a[:16] in b or a[-16:] in b else False
+    return None if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b else False
 
 
 def stored_item(item: Json) -> Json:
@@ -1841,7 +1821,10 @@ def segments_of(view: View) -> list[Segment]:
     found = [Segment("system", turn.text()) for turn in view.system()]
     found += [Segment(f"tool {tool_name(tool)}", spelled(tool)) for tool in listed(view.body.get("tools"))]
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
-    return found + [Segment(f"turn {number} ({turn.role})", said(turn)) for number, turn in enumerate(turns, 1)]
+    for number, turn in enumerate(turns, 1):
+        role = "prompt" if view.dialect.turns == "prompt" else turn.role
+        found.append(Segment(f"turn {number} ({role})", said(turn)))
+    return found
 
 
 def said(turn: Turn) -> str:
@@ -2017,6 +2000,10 @@ class Entry:
         self.names = [segment.where for segment in segments]
         self.opening = opening_of(segments)
 
+    def at(self, depth: int, where: str) -> str:
+        """The text of a segment, if it is one of that name: a role's marks stand in front of every text."""
+        return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
+
 
 class Ledger:
     """The last prompts, and what they had in common. Equal texts are held once; bounded, oldest out first."""
@@ -2047,6 +2034,8 @@ class Ledger:
         with self.lock:
             verdict = self.compare(segments, chain, conversation, lost_at)
             verdict.side = side
+            if side and verdict.name == "rewritten":  # it has a prompt of its own: no fault
+                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
             self.remember(conversation, segments, chain, now)
         return verdict
 
@@ -2063,9 +2052,10 @@ class Ledger:
         verdict.others = sum(other.conversation != conversation for other in itertools.islice(newer, 64))
         if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
             return verdict
-        old = entry.texts[depth] if depth < len(entry.texts) else ""
-        new, opening = segments[depth].text, first_turn(segments)
+        old, (where, new), opening = entry.at(depth, segments[depth].where), segments[depth], first_turn(segments)
         verdict.share = (same + common_prefix(old, new)) / total
+        if old and new.startswith(old) and where.endswith("(prompt)"):
+            return verdict
         locate_change(verdict, entry, segments, depth)
         goes_on = any("(assistant)" in segment.where for segment in segments[max(depth, opening) :])
         if depth < opening:
@@ -2077,8 +2067,8 @@ class Ledger:
         return verdict
 
     def counterpart(self, segments: list[Segment], chain: list[int], depth: int, conversation: str) -> Entry:
-        """The entry to compare with, of those that have most in common: this conversation's newest, else one that
-        opens with the same words, else the one that agrees furthest. Only the newest are looked at."""
+        """The entry to compare with, of those that have most in common: this conversation's newest, else one with the
+        same tools, that opens with the same words, that agrees to the furthest line. Only the newest are looked at."""
         link = chain[depth - 1] if depth else 0
         own = self.entries.get(self.latest.get(conversation, 0))
         if own is not None and (not depth or own.chain[depth - 1 : depth] == [link]):
@@ -2087,11 +2077,14 @@ class Ledger:
             return self.entries[self.index[link]]
         newest = itertools.islice(reversed(self.entries.values()), 32)
         fitting = [entry for entry in newest if not depth or entry.chain[depth - 1 : depth] == [link]]
-        opening, new = opening_of(segments), segments[depth].text
-        return max(
-            fitting or [self.entries[self.index[link]]],
-            key=lambda entry: (entry.opening == opening, common_prefix("".join(entry.texts[depth : depth + 1]), new)),
-        )
+        opening, new, start = opening_of(segments), segments[depth].text, first_turn(segments)
+        names = [segment.where for segment in segments[:start]]
+
+        def agreement(entry: Entry) -> tuple[bool, bool, int]:
+            prefix = common_prefix(entry.at(depth, segments[depth].where), new)
+            return entry.names[:start] == names, entry.opening == opening, new.rfind("\n", 0, prefix)
+
+        return max(fitting or [self.entries[self.index[link]]], key=agreement)
 
     def remember(self, conversation: str, segments: list[Segment], chain: list[int], now: float) -> None:
         self.count += 1
@@ -2354,8 +2347,10 @@ class Chunks:
                 self.state = "size"
             elif line == b"\r":
                 self.done = True
+            elif line[-1:] != b"\r" or not FIELD_LINE.fullmatch(line, 0, len(line) - 1):
+                raise BadHead("bad trailer")
             else:
-                self.trailers += len(line) + 1
+                self.trailers += len(line)
                 if self.trailers > HEAD_LIMIT:
                     raise BadHead("endless trailers")
         return at
@@ -2631,7 +2626,7 @@ def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
     response = Response(status, match[3] or b"", headers, "close", last=last)
     coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
     length = body_length(headers) if not coding else None
-    if method == "HEAD" or status in (204, 304):
+    if method == "HEAD" or status in (204, 304) or status < 200:
         response.framing = "none"
     elif coding:
         if coding != b"chunked":
@@ -2647,41 +2642,55 @@ class Upstream:
     """A connection to the backend. http.client connects (and does TLS); heads and bodies are read here, because
     http.client takes 103 for the answer, splits headers at a bare CR and hides a body that was cut short."""
 
-    __slots__ = ("dirty", "expires", "interim", "url", "wire")
+    __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
 
     def __init__(self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str]) -> None:
         self.url, host = url, url.hostname or ""
-        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1 only.
-        hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if host == "localhost" else [host]
-        fault: OSError = OSError("no address")
+        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1 only. With TLS
+        # the name stays: the certificate has it.
+        several = host == "localhost" and url.scheme == "http"
+        hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        fault: OSError | None = None
         for name in dict.fromkeys(hosts):
             kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
             connection = kind(name, url.port, timeout=timeout)
             try:
                 connection.connect()
             except OSError as error:
-                fault = error
+                fault = fault or error
                 connection.close()
                 continue
             last_good[host] = name
             self.wire = Wire(connection.sock)
-            self.expires, self.dirty = 0.0, False  # dirty: it was not sent a whole request
-            self.interim = 0  # answers 1xx to the request
+            self.expires = 0.0
+            self.begin("")
             return
-        raise fault
+        raise fault or OSError("no address")
 
     def fresh(self) -> bool:
         """Whether an idle connection may carry another request: not too old, and the server has not closed it."""
         return time.monotonic() < self.expires and not self.wire.buf and not readable(self.wire.sock, 0)
 
-    def head(self) -> tuple[bytes, list[bytes], int] | None:
+    def begin(self, method: str) -> None:
+        """A new request. It is `dirty` until it was sent whole."""
+        self.method, self.dirty, self.interim = method, True, 0
+        self.response: Response | None = None
+
+    def head(self) -> Response | None:
         """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section 15.2) are dropped."""
-        while (head := split_head(self.wire.buf)) and re.match(rb"HTTP/1\.[01] 1(?!01)\d\d", head[0]):
+        while self.response is None and (head := split_head(self.wire.buf)):
+            try:
+                response = parse_response(head[0], head[1], self.method)
+            except BadHead as error:
+                raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
             del self.wire.buf[: head[2]]
-            self.interim += 1
+            if response.status >= 200:
+                self.response = response
+            else:
+                self.interim += 1
             if self.interim > 64:
                 raise Refused(502, "The model server sent interim answers without end.")
-        return head
+        return self.response
 
     def answered(self) -> bool:
         """Read what is there: whether the final answer has begun, or the connection has ended."""
@@ -2692,8 +2701,9 @@ class Upstream:
         except OSError:
             return True
         self.wire.buf += data
-        begun = self.head() is not None or bytes(self.wire.buf[9:10]) not in (b"", b"1")  # the status's first digit
-        return begun or not data or len(self.wire.buf) > HEAD_LIMIT
+        if self.head() or not data or len(self.wire.buf) > HEAD_LIMIT:
+            return True
+        return bytes(self.wire.buf[9:10]) not in (b"", b"1")  # the first digit of the status
 
 
 class Pool:
@@ -2836,7 +2846,7 @@ class Relay(BaseHTTPRequestHandler):
             self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
         except BrokenOff as cut:
             self.close_connection = True
-            self.proxy.log.warning("%s %s | answer cut: %s", self.command, path.split("?")[0], cut)
+            self.proxy.log.warning("%s %s | answer cut: %s", self.command, printable(path), cut)
         except (ClientGone, OSError):
             self.close_connection = True
         finally:
@@ -3028,7 +3038,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
         """Send a request and read the answer's head. Raises Stale when the connection turns out to be closed."""
-        upstream.dirty, upstream.interim = True, 0
+        upstream.begin(exchange.request.method)
         try:
             pair = exchange.pair = Pair(self.request, upstream.wire.sock)
             pair.wait(0, body=streamed > 0)  # the client may have left while the connection was made
@@ -3090,7 +3100,7 @@ class Relay(BaseHTTPRequestHandler):
     def response_head(self, exchange: Exchange, upstream: Upstream, pair: Pair) -> Response:
         """The final answer's head. Raises Stale when the server closes the connection without a byte of one."""
         wire, config = upstream.wire, self.proxy.config
-        while (head := upstream.head()) is None:
+        while (response := upstream.head()) is None:
             if len(wire.buf) > HEAD_LIMIT:
                 raise Refused(502, "The model server's answer has an endless head.")
             try:
@@ -3107,11 +3117,7 @@ class Relay(BaseHTTPRequestHandler):
             if not data:
                 raise Stale
             wire.buf += data
-        del wire.buf[: head[2]]
-        try:
-            return parse_response(head[0], head[1], exchange.request.method)
-        except BadHead as error:
-            raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
+        return response
 
     # --- relaying ---------------------------------------------------------------------------------------------------
 
@@ -3595,7 +3601,7 @@ class Proxy:
         if view is None or not any(turn.role == "user" for turn in view.turns):
             return False
         self.scrubber.apply(view, report)
-        if report.edits() or lift(view, self.replay):
+        if report.edits() or any(self.replay.lift_text(slot.get())[1] for turn in view.system() for slot in turn.slots()):
             return False
         exchange.trace = Trace(self.replay.conversation(view))
         exchange.stream = b'"stream":true' in raw[:4096] or b'"stream":true' in raw[-4096:]
@@ -3672,8 +3678,9 @@ class Proxy:
             if exchange.tap is not None and exchange.dialect is not None:
                 first, last = exchange.tap.windows()
                 exchange.usage = usage_of(*filter(None, (first, last))) if exchange.status == 200 else Usage()
-                if exchange.trace.newest:
-                    self.replay.answered(exchange.trace, hint_of(first))
+            if exchange.trace.newest:
+                answered = exchange.tap is not None and exchange.status == 200
+                self.replay.answered(exchange.trace, hint_of(first) if answered else None)
             exchange.tap = exchange.pair = None
             verdict = exchange.verdict
             if verdict is not None and exchange.status == 200:
@@ -3711,10 +3718,15 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def printable(path: str) -> str:
+    """A request's path for the log: without the query, which may hold a key, and without control characters."""
+    return path.split("?")[0].encode("ascii", "backslashreplace").decode()
+
+
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a reason."""
     request, report, usage, verdict = exchange.request, exchange.report, exchange.usage, exchange.verdict
-    parts = [f"{request.method} {request.path.split('?')[0]}"]
+    parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
         parts += [
             f"items={report.items}",
@@ -3734,7 +3746,7 @@ def log_lines(exchange: Exchange) -> list[str]:
             parts.append(verdict.name + (f" ({verdict.side})" if verdict.side else ""))
         if report.note:
             parts.append(f"forwarded as it came: {report.note}")
-    if exchange.status != 200 or exchange.dialect is None:
+    if exchange.status != 200 or len(parts) == 1:
         parts.append(f"status={exchange.status or '-'}")
     if exchange.fault:
         parts.append(exchange.fault)
@@ -4420,7 +4432,7 @@ class Pages:
             line = f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         path = html.escape(exchange.request.path.split("?")[0])
         return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}"><time>{clock(exchange.time)}</time></a>'
+            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>{clock(exchange.time)}</time></a>'
             f"<span>{html.escape(told)}</span><code>{path}</code></p>{words}{line}</li>"
         )
 
@@ -4595,7 +4607,7 @@ class SimulatedServer(BaseHTTPRequestHandler):
         pass
 
 
-class SimulatedHost(socketserver.ThreadingMixIn, HTTPServer):
+class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DNS for this machine's name
     daemon_threads = True
     block_on_close = False
 
@@ -4694,9 +4706,8 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         if any(row.get("cache_prompt") is False for row in params):
             advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
         else:
-            print(
-                f"prompt cache: on, as far as /slots tells; {sum(bool(r.get('is_processing')) for r in rows)} slots busy"
-            )
+            busy = sum(bool(row.get("is_processing")) for row in rows if isinstance(row, dict))
+            print(f"prompt cache: on, as far as /slots tells; {counted(busy, 'slot')} busy")
     else:
         reason = "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
         print(f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it")
@@ -4737,8 +4748,9 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
         ("start", r"server is listening on|loading model"),
     )
 )
-LOG_SLOT = re.compile(r"(?:\bid +|\bslot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
+LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
 LOG_LINE = 16384  # bytes; longer lines are no log lines
+INSPECT_FINDINGS = 12  # printed; the rest is summed up
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
@@ -4774,10 +4786,11 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    for found in told:
-        plural = "s" if found["requests"] > 1 else ""
-        text = f"{found['cause']}: {found['requests']} request{plural}, about {found['tokens']:,} tokens read again."
+    for found in told[:INSPECT_FINDINGS]:
+        text = f"{found['cause']}: {counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
         print(textwrap.fill(f"{text} {found['advice']}", 110, initial_indent="- ", subsequent_indent="  "))
+    if rest := told[INSPECT_FINDINGS:]:
+        print(f"- {counted(len(rest), 'smaller finding')}, about {sum(found['tokens'] for found in rest):,} tokens (--json)")
     return 0
 
 
@@ -4878,8 +4891,9 @@ class LogReader:
         side = side_of(view.body, {str(key).lower(): str(value) for key, value in headers.items()}, view)
         segments = segments_of(view)
         verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
-        numbers = {key: value for key, value in dict(row.get("usage") or {}).items() if key in ("prompt", "cached", "prompt_ms")}
-        usage = Usage(**numbers)
+        numbers = row["usage"] if isinstance(row.get("usage"), dict) else {}
+        known = {key: numbers[key] for key in ("prompt", "cached") if isinstance(numbers.get(key), int)}
+        usage = Usage(**known, prompt_ms=numbers.get("prompt_ms"))
         told["tokens"], told["read"], told["ms"] = usage.prompt, usage.read(), usage.prompt_ms
         if told["read"] is None or told["tokens"] is None:
             told["estimated"], told["tokens"] = True, sum(len(segment.text) for segment in segments) // 4
@@ -4950,7 +4964,7 @@ class LogReader:
         size = tokens or read or 0
         first, self.longest = size > 2 * self.longest, max(size, self.longest)
         cause, what = "", "read" if tokens is None else "reused"
-        if task["forced"]:
+        if task["forced"] and not task["lru"]:
             cause, what = "full re-processing", f"full re-processing {task['forced']}"
         elif size > 512 and read is not None and tokens is not None and read > tokens / 2:
             if sim is not None and sim >= 0.5:
@@ -4978,10 +4992,10 @@ def cause_of(verdict: Verdict) -> str:
         return f"lost, {verdict.kind}"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
-        start = (verdict.before or verdict.after)[:40]
+        start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
         return f"{place} {verdict.kind}: {start!r}"
     label = verdict.before[: common_prefix(verdict.before, verdict.after)]
-    label = re.sub(r"[\w.:+-]*$", "", label)[-24:].strip()
+    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", label))[-24:].strip()
     return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
 
 
@@ -5049,7 +5063,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="listen and forward (the default)").set_defaults(run=command_serve)
     for name, run, tokens, text in (
         ("demo", command_demo, 6000, "show the effect on a simulated server; needs nothing"),
-        ("bench", command_bench, 16000, "measure the effect on the server at BACKEND_URL"),
+        ("bench", command_bench, 16000, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument(
