@@ -1672,22 +1672,26 @@ class Usage:
         return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
 
 
-USAGE_PATHS = (  # where a server puts a number: (name, path in the JSON object after "usage": or "timings":)
-    ("prompt", "usage", ("prompt_tokens",)),
-    ("cached", "usage", ("prompt_tokens_details", "cached_tokens")),  # chat, completions: llama-server, LM Studio, vLLM
-    ("cached", "usage", ("prompt_cache_hit_tokens",)),
-    ("cached", "usage", ("input_tokens_details", "cached_tokens")),  # responses
-    ("input", "usage", ("input_tokens",)),
-    ("cache_read", "usage", ("cache_read_input_tokens",)),  # messages: input_tokens is only what was not cached
-    ("cache_write", "usage", ("cache_creation_input_tokens",)),
-    ("output", "usage", ("completion_tokens",)),
-    ("output", "usage", ("output_tokens",)),
-    ("cache_n", "timings", ("cache_n",)),  # llama.cpp tools/server/server-task.cpp, result_timings::to_json
-    ("prompt_n", "timings", ("prompt_n",)),
-    ("prompt_ms", "timings", ("prompt_ms",)),
-    ("output", "timings", ("predicted_n",)),
-    ("prompt", "tokens_evaluated", ()),  # llama-server's own /completion
-)
+USAGE_PATHS = {  # where a server puts a number: (name, path in the JSON value of that key)
+    "usage": (
+        ("prompt", ("prompt_tokens",)),
+        ("cached", ("prompt_tokens_details", "cached_tokens")),  # chat, completions: llama-server, LM Studio, vLLM
+        ("cached", ("prompt_cache_hit_tokens",)),
+        ("cached", ("input_tokens_details", "cached_tokens")),  # responses
+        ("input", ("input_tokens",)),
+        ("cache_read", ("cache_read_input_tokens",)),  # messages: input_tokens is only what was not cached
+        ("cache_write", ("cache_creation_input_tokens",)),
+        ("output", ("completion_tokens",)),
+        ("output", ("output_tokens",)),
+    ),
+    "timings": (  # llama.cpp tools/server/server-task.cpp, result_timings::to_json
+        ("cache_n", ("cache_n",)),
+        ("prompt_n", ("prompt_n",)),
+        ("prompt_ms", ("prompt_ms",)),
+        ("output", ("predicted_n",)),
+    ),
+    "tokens_evaluated": (("prompt", ()),),  # llama-server's own /completion
+}
 NUMBERS = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)|"(tokens_evaluated)"\s*:\s*(?=\d)')
 BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 DATA_LINE = re.compile(rb"(?:^|\n)data:")
@@ -1705,6 +1709,13 @@ def usage_of(*windows: bytes) -> Usage:
         lines = window.split(b"\n") if DATA_LINE.search(window) else [window]
         lines = [line for line in (lines if place == len(windows) else lines[:-1]) if NUMBERS.search(line)]
         for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
+            with contextlib.suppress(ValueError, RecursionError):
+                event: Any = json.loads(line.removeprefix(b"data:"))
+                parts = [event, event.get("message"), event.get("response")] if isinstance(event, dict) else []
+                for part in [part for part in parts if isinstance(part, dict)]:
+                    for kind in USAGE_PATHS.keys() & part.keys():
+                        read_numbers(found, kind, part[kind])
+                continue
             for match in list(NUMBERS.finditer(line))[-8:]:
                 with contextlib.suppress(ValueError, RecursionError):
                     text = line[match.end() :].decode("utf-8", "replace")
@@ -1732,8 +1743,8 @@ def outermost(rest: bytes) -> bool:
 
 
 def read_numbers(found: dict[str, float], kind: str, value: Any) -> None:
-    for name, where, path in USAGE_PATHS:
-        number = value if where == kind else None
+    for name, path in USAGE_PATHS[kind]:
+        number = value
         for key in path:
             number = number.get(key) if isinstance(number, dict) else None
         if isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0:
@@ -2172,14 +2183,10 @@ def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
         verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
 
 
-SIDE_SHAPES = (  # (name, words to look for first, a pattern) for the last turn or the system prompt, in lower case
-    (
-        "title",
-        ("title",),
-        re.compile(r"\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b"),
-    ),
-    ("suggestion", ("suggest", "predict"), re.compile(r"\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b")),
-    ("summary", ("summar",), re.compile(r"\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b")),
+SIDE_SHAPES = (  # (name, words to look for first, a pattern) for the last turn or the system prompt
+    ("title", ("itle",), r"\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b"),
+    ("suggestion", ("uggest", "redict"), r"\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b"),
+    ("summary", ("ummar",), r"\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b"),
 )
 
 
@@ -2190,17 +2197,17 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
-    metadata = body.get("client_metadata")
-    if isinstance(metadata, dict) and "thread_title" in json.dumps(metadata):
-        return "title"
-    if "title" in json.dumps((body.get("output_config") or body.get("text") or {}) if not body.get("tools") else {}):
+    if "thread_title" in str(body.get("client_metadata") or ""):
         return "title"
     if body.get("tools"):
         return ""
-    texts = [turn.text()[:4000].lower() for turn in (*view.system()[:1], *view.turns[-1:])]
-    for name, words, pattern in SIDE_SHAPES:
-        if any(pattern.search(text) for text in texts if any(word in text for word in words)):
-            return name
+    if "title" in str(body.get("output_config") or body.get("text") or ""):
+        return "title"
+    for turn in (*view.system()[:1], *view.turns[-1:]):
+        text = turn.text()[:4000]
+        for name, words, pattern in SIDE_SHAPES:
+            if any(word in text for word in words) and re.search(pattern, text, re.IGNORECASE):
+                return name
     return ""
 
 
@@ -3470,6 +3477,7 @@ class Proxy:
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
         self.guard, self.life = threading.Lock(), threading.Lock()
+        self.hosts: dict[str, bool] = {}
         self.allowed = {name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()}
         self.loopback_only = is_loopback(self.config.listen_host)
 
@@ -3533,6 +3541,11 @@ class Proxy:
 
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot hold, or a set one."""
+        if host not in self.hosts:
+            remember(self.hosts, host, self.can_be_ours(host))
+        return self.hosts.get(host, False)
+
+    def can_be_ours(self, host: str) -> bool:
         name = ""
         with contextlib.suppress(ValueError):
             name = urllib.parse.urlsplit("//" + host).hostname or "" if not re.search(r"[@/?#\\]", host) else ""
@@ -3619,10 +3632,8 @@ class Proxy:
                 self.learn_late(exchange)
             view = exchange.view
             if view is not None:
-                headers = {
-                    name.decode("latin-1").lower(): value.decode("latin-1") for name, value in exchange.request.headers
-                }
-                side = side_of(view.body, headers, view)
+                agent = exchange.request.get("x-claude-code-agent-id")
+                side = side_of(view.body, {"x-claude-code-agent-id": agent}, view)
                 exchange.idle = exchange.started - self.last_end
                 exchange.verdict = self.ledger.judge(
                     segments_of(view), exchange.trace.conversation, side, time.monotonic(), self.backend.lost_at
@@ -3767,13 +3778,12 @@ class Metrics:
         self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # of the chart
         self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
+        self.rate = 0.0  # their median
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number, self.kept, self.saved = 0, 0, 0.0
         self.warned = False
         self.since = time.time()
 
-    def ms_per_token(self) -> float | None:
-        return statistics.median(self.rates) if self.rates else None
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
@@ -3784,7 +3794,7 @@ class Metrics:
             self.counts["requests", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
-                    if name not in ("items", "items_modified", "note"):
+                    if number and name not in ("items", "items_modified", "note"):
                         self.counts["edits", name] += number
             if report.note:
                 self.counts["untouched", report.note.split(" (")[0]] += 1
@@ -3805,9 +3815,8 @@ class Metrics:
                 ms = 1000 * (exchange.begun - exchange.sent)
             if ms is not None and read >= 32:
                 self.rates.append(ms / read)
-            rate = self.ms_per_token()
-            if rate is not None:
-                self.saved += usage.cached * rate / 1000
+                self.rate = statistics.median(self.rates)
+            self.saved += usage.cached * self.rate / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
