@@ -18,7 +18,7 @@ again on every turn. kvproxy forwards each request so that it begins with what t
                                                   store        usage -> explain -> log, page, metrics
 
 The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain, Relay, Server, Status,
-Commands. Scrub, lift, replay and explain are pure: payload in, payload and report out. Sockets are in Relay alone.
+Commands. Scrub, lift, replay and explain touch no socket and no file: payload in, payload and report out.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -38,12 +38,14 @@ import difflib
 import errno
 import hashlib
 import html
+import http
 import http.client
 import ipaddress
 import itertools
 import json
 import logging
 import os
+import random
 import re
 import select
 import signal
@@ -59,7 +61,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
 try:
@@ -169,9 +171,9 @@ class Config:
         """(variable, default, meaning) of every setting, for --help and the README."""
         rows = []
         for item in dataclasses.fields(cls):
-            default = item.default
-            text = ("1" if default else "0") if isinstance(default, bool) else "" if default == () else str(default)
-            rows.append((item.name.upper(), text.removesuffix(".0"), item.metadata["help"]))
+            default: Any = item.default
+            text = f"{default:g}" if isinstance(default, (int, float)) else default or ""  # True is 1, () is empty
+            rows.append((item.name.upper(), text, item.metadata["help"]))
         return rows
 
 
@@ -179,14 +181,20 @@ def _numbered(environ: Mapping[str, str], name: str) -> list[tuple[str, str]]:
     """(variable, value) of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
     found = []
     for key, value in environ.items():
-        number = key[len(name) + 1 :] if key.startswith(name + "_") else "1" if key == name else ""
-        if number.isascii() and number.isdigit() and value:
-            found.append((int(number), key, value))
+        match = re.fullmatch(name + r"(?:_([0-9]+))?", key)
+        if match and value:
+            found.append((int(match[1] or 1), key, value))
     return [(key, value) for _, key, value in sorted(found)]
 
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_KINDS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple of texts"}
+_TYPES: dict[type, tuple[Any, str]] = {  # by the type of a setting's default: what a program may pass, in words
+    bool: (int, "0 or 1"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+    tuple: ((tuple, list), "a tuple of texts"),
+}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -208,37 +216,34 @@ def _checked(item: dataclasses.Field[Any], name: str, given: Any, value: Any) ->
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    check, kind = item.metadata, type(item.default)
-    types: Any = {bool: int, float: (int, float), tuple: (tuple, list)}.get(kind, kind)
-    if not isinstance(value, types) or (kind is bool and value not in (0, 1)):
-        return f"must be {_KINDS[kind]}"
+    check = item.metadata
+    kind = check.get("kind")
+    types, wanted = _TYPES[type(item.default)]
+    if not isinstance(value, types) or (isinstance(item.default, bool) and value not in (0, 1)):
+        return f"must be {wanted}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
     if "choices" in check and value not in check["choices"]:
         return "must be one of " + ", ".join(check["choices"])
-    if check.get("kind") == "host" and not re.fullmatch(r"[\w.:%-]+", value, re.ASCII):
+    if kind == "host" and not re.fullmatch(r"[\w.:%-]+", value, re.ASCII):
         return "must be an address or a host name"
-    if check.get("kind") == "url" and value:
-        return _url_fault(value)
-    if check.get("kind") == "regex":
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError, OverflowError, RecursionError) as error:
-                return f"must be a Python regular expression: {error}"
+    if kind == "url" and value and not _is_url(value):
+        return "must be http://host[:port][/prefix] or https://..."
+    for pattern in value if kind == "regex" else ():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
+            return f"must be a Python regular expression: {error}"
     return ""
 
 
-def _url_fault(value: str) -> str:
-    wanted = "must be http://host[:port][/prefix] or https://..."
+def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return wanted
-    if not good or parts.query or parts.fragment or "@" in parts.netloc or re.search(r"[^!-~]", value):
-        return wanted
-    return ""
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket too few
+        return False
+    return bool(named) and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ======================================================================================================================
@@ -267,8 +272,9 @@ DIALECTS = {
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?", re.ASCII
 )
-TEXT_PARTS = ("text", "input_text", "output_text")  # tuples: what a client sends as its type need not be hashable
-SYSTEM_ROLES = ("system", "developer")
+TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: what a client sends as its type need not be hashable
+ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
+ROLES |= {"developer": "system", "function": "tool"}
 ITEM_ROLES = {  # Responses items that are no messages
     "function_call": "assistant",
     "custom_tool_call": "assistant",
@@ -297,6 +303,7 @@ class Slot(NamedTuple):
         self.holder[self.key] = text
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None for text beside it.
 
@@ -304,11 +311,11 @@ class Turn:
     tool results has the role tool.
     """
 
-    __slots__ = ("found", "holder", "item", "key", "role")
-
-    def __init__(self, role: str, holder: Json, key: str, item: Json | None) -> None:
-        self.role, self.holder, self.key, self.item = role, holder, key, item
-        self.found: list[Slot] | None = None
+    role: str
+    holder: Json
+    key: str
+    item: Json | None
+    found: list[Slot] | None = None  # slots(), remembered; None again when parts were added or taken out
 
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, in order; tool calls and tool results are not among them."""
@@ -357,23 +364,21 @@ def bare(part: Json) -> Json:
     return {key: value for key, value in part.items() if key != "cache_control"}
 
 
+@dataclasses.dataclass(slots=True)
 class View:
     """A request body as turns. `head` is system text that stands beside the list; `turns` are the list's entries."""
 
-    __slots__ = ("body", "dialect", "head", "turns")
-
-    def __init__(self, body: Json, dialect: Dialect, head: list[Turn], turns: list[Turn]) -> None:
-        self.body, self.dialect, self.head, self.turns = body, dialect, head, turns
+    body: Json
+    dialect: Dialect
+    head: list[Turn]
+    turns: list[Turn]
 
     def all(self) -> list[Turn]:
         return self.head + self.turns
 
     def leading(self) -> int:
         """How many turns at the start of the list are system or developer messages."""
-        count = 0
-        while count < len(self.turns) and self.turns[count].role == "system":
-            count += 1
-        return count
+        return next((i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -388,13 +393,8 @@ class View:
 
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`."""
-    role = item.get("role") if "role" in item else ITEM_ROLES.get(str(item.get("type")), "other")
-    if role in SYSTEM_ROLES:
-        role = "system"
-    elif role == "function":
-        role = "tool"
-    elif role not in ("user", "assistant", "tool", "reasoning"):
-        role = "other"
+    known, name = (ROLES, item["role"]) if "role" in item else (ITEM_ROLES, item.get("type"))
+    role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
     content = item.get("content")
     parts = content if role == "user" and isinstance(content, list) else []
     if parts and all(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts):
@@ -414,9 +414,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     items = body.get(dialect.turns)
     if isinstance(items, str) and dialect.turns in ("input", "prompt"):
         return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
+    if not isinstance(items, list):
+        return None
     if dialect.turns == "prompt":
-        return View(body, dialect, head, [Turn("other", body, "prompt", None)]) if isinstance(items, list) else None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        return View(body, dialect, head, [Turn("other", body, "prompt", None)])
+    if not all(isinstance(item, dict) for item in items):
         return None
     return View(body, dialect, head, [turn_of(item) for item in items])
 
@@ -443,13 +445,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Json:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if number in (float("inf"), float("-inf")):
-        raise Unreadable("a number too large for a float")
+    if not abs(number) < float("inf"):  # NaN neither
+        raise Unreadable(f"{text[:20]} is no finite number")
     return number
-
-
-def _constant(text: str) -> float:
-    raise Unreadable(f"{text} is not JSON")
 
 
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
@@ -461,7 +459,7 @@ def parse(raw: bytes | bytearray) -> Json:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
         text = raw.decode("utf-8")
-        body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_constant)
+        body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
     except UnicodeDecodeError:
         raise Unreadable("not UTF-8") from None
     except RecursionError:
@@ -476,7 +474,7 @@ def parse(raw: bytes | bytearray) -> Json:
 
 
 def dump(body: Any) -> bytes:
-    """JSON bytes as a JavaScript client writes them; ASCII escapes are faster and keep lone surrogates."""
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises Unreadable when too deep."""
     try:
         return json.dumps(body, separators=(",", ":")).encode("ascii")
     except RecursionError:
@@ -539,12 +537,12 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("line", r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
-TAIL = re.compile(
-    r"(?<!\n)\n+(?:\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]|Runtime: agent=[^\n]* \| [^\n]*|"
-    r"<system-reminder>(?:(?!<system-reminder>).)*</system-reminder>|"
-    r"<environment_details>(?:(?!<environment_details>).)*</environment_details>)\s*\Z",
-    re.DOTALL,
+TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the first whose ending fits
+    ("reminder", "<system-reminder>", "</system-reminder>"),
+    ("environment", "<environment_details>", "</environment_details>"),
+    ("line", "\n", ""),
 )
+TAIL_LINE = re.compile(r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| ")
 
 
 def lead(text: str) -> list[re.Match[str]]:
@@ -554,15 +552,12 @@ def lead(text: str) -> list[re.Match[str]]:
     """
     found: list[re.Match[str]] = []
     at = len(text) - len(text.lstrip())
-    stamped = False
-    while at < len(text) and (text[at] in "[<" or "A" <= text[at] <= "Z"):  # no decoration begins otherwise
-        match = LEAD.match(text, at)
-        if match is None or (stamped and match["stamp"] is not None):
+    while match := LEAD.match(text, at):
+        if match["stamp"] is not None and any(one["stamp"] is not None for one in found):
             break
-        stamped = stamped or match["stamp"] is not None
         found.append(match)
         at = match.end()
-        while at < len(text) and text[at] == "\n":
+        while text[at : at + 1] == "\n":
             at += 1
     return found
 
@@ -571,79 +566,78 @@ def only_lead(text: str) -> bool:
     """Whether a part of a user turn holds decorations alone, so that the next part begins what the person wrote."""
     spans = lead(text)
     return not text[spans[-1].end() if spans else 0 :].strip()
+
+
 # --- JSON members taken out without touching the layout of what stays --------------------------------------------------
 
 ID_KEYS = frozenset(("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"))
 # In the system prompt these vary from turn to turn as well: who speaks in a group, and what was mentioned.
 INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+SCALAR = re.compile(r'"(?:[^"\\\n]|\\.)*"|[^\s{}\[\],:"]+')
+
+
+def skip_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def scalar_end(text: str, at: int) -> int:
+    if match := SCALAR.match(text, at):
+        return match.end()
+    raise ValueError("no JSON value")
 
 
 def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tuple[str, int, int]:
-    """Take members named in `keys` out of the JSON object or array that begins at text[start].
+    """Take members named in `keys` out of the JSON object or array that begins at text[start], `deep`: at any depth.
 
     Returns (new value, end of the old value, members removed). Separators and indentation of the members that stay are
-    kept, so no comma dangles. Raises ValueError when the brackets do not match or a member has no name; what stands for
-    a value is not checked.
+    kept, so no comma dangles. Raises ValueError when it is not JSON, RecursionError when it is nested too deeply; any
+    word without quotes passes for a number, true, false or null.
     """
-    opener = text[start]
-    closer = {"{": "}", "[": "]"}[opener]
-    members: list[tuple[int, str, bool]] = []  # start, text, kept
-    ends: list[int] = []
-    begin, piece, name, at, removed, last = -1, start, None, start + 1, 0, start + 1
-    parts: list[str] = []
-    while True:
-        token = TOKEN.search(text, at)
-        if token is None:
-            raise ValueError("no end")
-        word, at = token.group(), token.end()
-        if word == closer or word == ",":
-            if begin >= 0:
-                parts.append(text[piece:last])
-                drop = opener == "{" and name in keys
-                members.append((begin, "".join(parts), not drop))
-                ends.append(last)
-                removed += drop
-                begin, name, parts = -1, None, []
-            if word == closer:
-                break
-            continue
-        if word in "}]":
-            raise ValueError("brackets do not match")
-        if begin < 0:
-            begin = piece = token.start()
-            if opener == "{":
-                colon = TOKEN.search(text, at)
-                if word[0] != '"' or colon is None or colon.group() != ":":
-                    raise ValueError("no member")
-                name, at = word[1:-1], colon.end()
-        if word in "{[":
-            value, last, count = drop_members(
-                text, token.start(), keys if deep and name not in keys else frozenset(), deep
-            )
-            parts += [text[piece : token.start()], value]
-            piece, at, removed = last, last, removed + count
+    opener, closer = text[start], {"{": "}", "[": "]"}[text[start]]
+    at = skip_space(text, start + 1)
+    opening, kept, removed, end = text[start:at], "", 0, at  # `end` of the last member
+    while text[at : at + 1] != closer:
+        separator, begin, name = text[end:at], at, None
+        if opener == "{":
+            end = scalar_end(text, at)
+            name, at = text[at + 1 : end - 1], skip_space(text, end)
+            if text[begin] != '"' or text[at : at + 1] != ":":
+                raise ValueError("no member")
+            at = skip_space(text, at + 1)
+        if name in keys:
+            removed, end = removed + 1, value_end(text, at)
         else:
-            last = at
+            if deep and text[at : at + 1] in ("{", "["):
+                value, end, count = drop_members(text, at, keys, deep)
+                member, removed = text[begin:at] + value, removed + count
+            else:
+                end = value_end(text, at)
+                member = text[begin:end]
+            kept += separator + member if kept else member
+        at = skip_space(text, end)
+        if text[at : at + 1] == ",":
+            at = skip_space(text, at + 1)
+        elif text[at : at + 1] != closer:
+            raise ValueError("no comma")
+    at += 1
     if not removed:
         return text[start:at], at, 0
-    kept = [index for index, member in enumerate(members) if member[2]]
-    if not kept:
-        return opener + closer, at, removed
-    out = [text[start : members[0][0]]]
-    for place, index in enumerate(kept):
-        if place:
-            out.append(text[ends[index - 1] : members[index][0]])
-        out.append(members[index][1])
-    out.append(text[ends[-1] : at])
-    return "".join(out), at, removed
+    return opening + kept + text[end:at] if kept else opener + closer, at, removed
+
+
+def value_end(text: str, at: int) -> int:
+    """Where the value at text[at] ends."""
+    nested = text[at : at + 1] in ("{", "[")
+    return drop_members(text, at, frozenset(), False)[1] if nested else scalar_end(text, at)
 
 
 # --- the rules' functions: a text and the decorations at its start in, cuts out ----------------------------------------
 
 
 class Cut(NamedTuple):
-    """text[start:end] becomes `put`; `count` removals."""
+    """text[start:end] becomes `put`, which has `removed` things less."""
 
     start: int
     end: int
@@ -652,46 +646,44 @@ class Cut(NamedTuple):
 
 
 Lead = list[re.Match[str]]
+INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
 
 
 def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
     """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
     done = 0
-    for mark in INBOUND_SCHEMA.finditer(text):
+    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 16):  # clients write one
         start = mark.start()
         for _attempt in range(32):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
             start = text.rfind("{", done, start)
             if start < 0:
                 break
             with contextlib.suppress(ValueError, RecursionError):
-                value, end, found = drop_members(text, start, SCHEMA_KEY, False)
-                if found and end > mark.start():
+                _value, end, own = drop_members(text, start, frozenset(("schema",)), False)
+                if own and end > mark.start():
                     value, done, count = drop_members(text, start, INBOUND_KEYS, False)
                     if count:
                         yield Cut(start, done, value, count)
                     break
 
 
-INBOUND_SCHEMA, SCHEMA_KEY = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.'), frozenset(("schema",))
+# A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
+ID_LINE = re.compile(
+    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE
+)
 
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
     """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
     for match in spans:
         start, end = match.span("json")
-        if start >= 0 and text[start : start + 1] in ("{", "["):
+        if text[start : start + 1] in ("{", "["):
             with contextlib.suppress(ValueError, RecursionError):
                 value, stop, count = drop_members(text, start, ID_KEYS, True)
                 if stop == end and count:
                     yield Cut(start, end, value, count)
-    for line in ID_LINE.finditer(text) if "message_id: " in text or "[slack message id: " in text else ():
+    for line in ID_LINE.finditer(text):
         yield Cut(*line.span(), "", 1)
-
-
-# A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
-ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE
-)
 
 
 def cut_stamp(text: str, spans: Lead) -> Iterator[Cut]:
@@ -734,7 +726,8 @@ RULES = (
     ),
     Rule(
         "ids in user blocks", lambda c: c.strip_message_ids == "1",
-        ("message_id", "reply_to_id", "message_sid", "slack message id"), "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
+        ("message_id", "reply_to_id", "message_sid", "slack message id"),
+        "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
     ),
     Rule(
         "time stamp", lambda c: c.strip_timestamps, (" 202", " 203"),
@@ -752,10 +745,10 @@ class Scrubber:
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
         self.memo: dict[tuple[str, str, bool], tuple[str, list[tuple[str, int]]]] = {}
 
-    def may_edit(self, raw: bytes | bytearray, role: str = "", start: int = 0) -> bool:
-        """Whether a rule (for `role`) finds its marker in a body's bytes; without one, no rule would change it."""
-        markers = {marker for rule in self.rules if role in ("", rule.role) for marker in rule.markers}
-        return bool(self.patterns) or any(raw.find(marker.encode(), start) >= 0 for marker in sorted(markers))
+    def may_edit(self, raw: bytes | bytearray, role: str, start: int) -> bool:
+        """Whether a rule for `role` has a marker in raw[start:], the bytes of a body; without one, none changes it."""
+        markers = [marker.encode() for rule in self.rules if rule.role == role for marker in rule.markers]
+        return bool(self.patterns) or any(raw.find(marker, start) >= 0 for marker in markers)
 
     def apply(self, view: View, report: Report) -> None:
         """Run the table over a view, in place, then put the system text first."""
@@ -779,7 +772,7 @@ class Scrubber:
             report.items_modified += changed
         if report.billing_removed:
             drop_empty_first(view)
-        if self.config.system_first and needs_system_first(view):
+        if self.config.system_first:
             system_first(view, report)
 
     def edit(self, slot: Slot, role: str, first: bool, report: Report) -> bool:
@@ -801,25 +794,26 @@ class Scrubber:
 
     def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
         """The text after all rules, and what to count."""
-        due = [rule for rule in self.rules if rule.role == role and any(marker in text for marker in rule.markers)]
+        rules = [rule for rule in self.rules if rule.role == role and (first or not rule.first)]
+        due = [rule for rule in rules if any(marker in text for marker in rule.markers)]
         spans = lead(text) if due and role == "user" and first else []
         cuts: list[Cut] = []
         counts = []
         for rule in due:
-            found = list(rule.cuts(text, spans)) if first or not rule.first else []
+            found = list(rule.cuts(text, spans))
             cuts += found
             counts.append((rule.counter, sum(cut.removed for cut in found)))
-        for cut in sorted(cuts, reverse=True):
+        for cut in sorted(cuts, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
             text = text[: cut.start] + cut.put + text[cut.end :]
         for pattern in self.patterns:
-            found_texts = [match.group() for match in pattern.finditer(text)]
-            if any(found_texts):
+            matches = sum(bool(match.group()) for match in pattern.finditer(text))
+            if matches:
                 text = pattern.sub("", text)
-                counts.append(("regex_removed", sum(map(bool, found_texts))))
+                counts.append(("regex_removed", matches))
         return text, [pair for pair in counts if pair[1]]
 
 
-MEMO_TEXT, MEMO_SIZE = 4096, 4096  # longest text remembered, in characters; texts remembered
+MEMO_TEXT, MEMO_SIZE = 4096, 4096  # longest text remembered, in characters; texts remembered: 32 MB of ASCII at worst
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = MEMO_SIZE) -> None:
@@ -872,62 +866,46 @@ def system_first(view: View, report: Report) -> None:
     one before any answer moves up to them; later ones become a reminder in the user turn before them (else after them),
     which depends on nothing that a later request could change.
     """
-    moved: list[Turn] = []
-    turns = list(view.turns)
-    count = view.leading()
-    base = view.head[0] if view.head else turns[0] if count else None
-    merge = turns[0 if view.head else 1 : count]
-    answered = next((i for i, turn in enumerate(turns) if turn.role in ("assistant", "tool")), len(turns))
-    hoist = next((turn for turn in turns[count:answered] if turn.role == "system"), None)
-    if not all(turn.slots() and not turn.rest() for turn in turns if turn.role == "system"):
+    systems = [turn for turn in view.turns if turn.role == "system"]
+    if not systems or (systems == view.turns[:1] and not view.head):
+        return  # in order
+    if not all(turn.slots() and not turn.rest() for turn in systems):
         return  # a system message without text, or with more than text: an unknown shape
-    for turn in [*merge, *([hoist] if hoist else [])]:
-        if base is None:
-            if view.dialect.system:
-                view.body[view.dialect.system] = turn.text()
-                base = Turn("system", view.body, view.dialect.system, None)
-                view.head.append(base)
-            else:
-                base = turn
-                turns.remove(turn)
-                turns.insert(0, turn)
-                report.system_moved += 1
-                continue
+    count = view.leading()
+    answered = next((i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")), len(view.turns))
+    hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
+    front = view.turns[:count] + hoisted
+    turns = [turn for turn in view.turns if turn not in front]
+    report.system_moved += len(front) - (count > 0 and not view.head)  # a first message stays where it is
+    if front and not view.head:
+        base, *front = front
+        if view.dialect.system and not count:
+            view.body[view.dialect.system] = base.text()
+            view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
-            last = base.slots()[-1]
-            last.set(last.get() + "\n\n" + turn.text())
-        moved.append(turn)
-    if moved:
-        turns = [turn for turn in turns if not any(turn is gone for gone in moved)]
-        report.system_moved += len(moved)
-    start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
-    kept = turns[:start]
-    for index in range(start, len(turns)):
-        turn = turns[index]
-        if turn.role == "system":
+            turns.insert(0, base)
+    for turn in front:
+        last = (view.head or turns)[0].slots()[-1]
+        last.set(last.get() + "\n\n" + turn.text())
+    kept: list[Turn] = []
+    for index, turn in enumerate(turns):
+        after = turns[index + 1] if index + 1 < len(turns) else None
+        if turn.role == "system" and index > 0:
             report.system_moved += 1
             text = reminder(turn.text())
-            before = kept[-1] if kept else None
-            after = turns[index + 1] if index + 1 < len(turns) else None
-            carries_user = before is not None and before.item is not None and before.item.get("role") == "user"
-            if before is not None and before.item is not None and carries_user and add_text(view, before, text):
-                before.role = turn_of(before.item).role
+            before = kept[-1].item if kept else None
+            if before is not None and before.get("role") == "user" and add_text(view, kept[-1], text):
+                kept[-1].role = turn_of(before).role
                 continue
             if after is not None and after.role == "user" and after.slots():
                 slot = after.slots()[0]
                 slot.set(text + "\n\n" + slot.get())
                 continue
-            turn = turn_of(
-                {**{k: v for k, v in (turn.item or {}).items() if k == "type"}, "role": "user", "content": text}
-            )
+            kind = {"type": "message"} if "type" in (turn.item or {}) else {}
+            turn = turn_of({**kind, "role": "user", "content": text})
         kept.append(turn)
     view.turns = kept
     view.store()
-
-
-def needs_system_first(view: View) -> bool:
-    places = [index for index, turn in enumerate(view.turns) if turn.role == "system"]
-    return len(places) + len(view.head) > 1 or bool(places and places[0] > 0)
 
 
 def scrub(payload: Json, config: Config | None = None, dialect: str | None = None) -> tuple[Json, Report]:
@@ -936,8 +914,7 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
     `dialect` is chat, responses, messages or completions; without it the body's shape decides. This is the stateless
     half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set.
     """
-    config = config or Config()
-    report = Report()
+    config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
@@ -948,8 +925,7 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
     view = view_of(body, named[dialect] if dialect else guess_dialect(body)) if isinstance(body, dict) else None
     if view is None:
         report.note = "unknown shape"
-        return body, report
-    if config.scrub and view.dialect.edited:
+    elif config.scrub and view.dialect.edited:
         Scrubber(config).apply(view, report)
     return body, report
 
@@ -1011,7 +987,7 @@ LIFTS = (
         "`git:` in running text or advice on commands",
     ),
     _lift(
-        "Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</context>)[\s\S])*</context>[ ]*(?:\n|\Z)',
+        "Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
         "other <context> blocks: rules and project files are stable",
     ),
     _lift(
@@ -1072,9 +1048,9 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
     turn to set them down in."""
     found: list[Lifted] = []
     if replay.rows and any(replay.speaks(turn) for turn in view.turns):
-        for slot in [slot for turn in view.system() for slot in turn.slots()]:
-            text, pieces = replay.lift_text(slot.get())
-            if pieces:
+        for turn in view.system():
+            for slot in turn.slots():
+                text, pieces = replay.lift_text(slot.get())
                 slot.set(text)
                 found += pieces
     return found
@@ -1085,8 +1061,8 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 # ======================================================================================================================
 
 
-CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))  # by carriers; the
-# other kinds of decoration make no carrier: a person may have typed them, and nothing else
+# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may have typed them.
+CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
 
 
 def undress(text: str) -> tuple[list[tuple[str, str]], str]:
@@ -1094,10 +1070,13 @@ def undress(text: str) -> tuple[list[tuple[str, str]], str]:
     matches = lead(text)
     found = [(str(match.lastgroup), match.group().strip()) for match in matches]
     text = text[matches[-1].end() if matches else 0 :].rstrip()
-    while (text.endswith(("]", ">")) or "\nRuntime: agent=" in text) and (tail := TAIL.search(text)):
-        piece = tail.group().strip()
-        found.append(("reminder" if piece[:2] == "<s" else "environment" if piece[:2] == "<e" else "line", piece))
-        text = text[: tail.start()].rstrip()
+    while text:
+        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2]))
+        at = text.rfind(opening) + (kind == "line")
+        if at < 1 or text[at - 1] != "\n" or (kind == "line" and not TAIL_LINE.match(text, at)):
+            break
+        found.append((kind, text[at:]))
+        text = text[:at].rstrip()
     return found, text
 
 
@@ -1158,14 +1137,14 @@ class Version:
 
     def claim(self, answer: str) -> bool:
         """Note an answer that a client went on from; the last eight tell branches apart. True if it was foreseen."""
-        mark, found = digest(answer), [agrees(hint, answer) for hint in self.open]
-        match = next((wanted for wanted in (True, None, False) if wanted in found), None)
-        hint = self.open[found.index(match)] if match in found else ""
-        if match in found and (match or mark not in self.claims):
-            self.open = tuple(hint for i, hint in enumerate(self.open) if i != found.index(match))
-        if mark not in self.claims:
+        mark, known = digest(answer), digest(answer) in self.claims
+        likely = sorted(self.open, key=lambda hint: (True, None, False).index(agrees(hint, answer)))
+        foreseen = bool(likely and agrees(likely[0], answer))
+        if foreseen or not known:
+            self.open = tuple(likely[1:])
+        if not known:
             self.claims = (*self.claims[-7:], mark)
-        return match is True and len(hint) > 8
+        return foreseen and len(likely[0]) > 8
 
 
 class Store:
@@ -1174,6 +1153,7 @@ class Store:
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size, self.serial, self.decorated = limit, 0, 0, 0
+        self.listed = 0  # the part of `size` that tools and their orders take
         self.versions: collections.OrderedDict[bytes, list[Version]] = collections.OrderedDict()
         self.tools: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # first-seen spelling
         self.spelled: dict[str, bytes] = {}
@@ -1222,27 +1202,31 @@ class Store:
             if name not in self.tools:
                 self.tools[name] = text
                 self.spelled[text] = name
-                self.size += 300 + len(text)
+                self.list_size(300 + len(text))
             self.tools.move_to_end(name)
         for key, order in orders.items():
-            self.size += 200 + 40 * len(order) - (200 + 40 * len(self.orders.get(key, ())) if key in self.orders else 0)
+            self.list_size(40 * len(order) + (200 if key not in self.orders else -40 * len(self.orders[key])))
             self.orders[key] = order
             self.orders.move_to_end(key)
 
+    def list_size(self, change: int) -> None:
+        self.listed += change
+        self.size += change
+
     def trim(self) -> None:
         """Forget what was not used for longest until the limit holds; forgetting costs one miss."""
-        while self.size > self.limit or len(self.tools) > 4096 or len(self.orders) > 4096:
-            if len(self.orders) > (4096 if self.versions else 0):
-                self.size -= 200 + 40 * len(self.orders.popitem(last=False)[1])
-            elif len(self.tools) > (4096 if self.versions else 0):
+        while self.listed > self.limit >> 2 or len(self.orders) > 4096:
+            if len(self.orders) > min(len(self.tools), 4096):
+                self.list_size(-200 - 40 * len(self.orders.popitem(last=False)[1]))
+            else:
                 text = self.tools.popitem(last=False)[1]
                 del self.spelled[text]
-                self.size -= 300 + len(text)
-            elif self.versions:
-                for version in self.versions.popitem(last=False)[1]:
-                    self.account(version, -1)
-            else:
-                break
+                self.list_size(-300 - len(text))
+        while self.size > self.limit and self.versions:
+            key, known = next(iter(self.versions.items()))
+            self.account(known.pop(0), -1)
+            if not known:
+                del self.versions[key]
 
     def idle(self) -> bool:
         """Nothing is stored that could change a request."""
@@ -1276,7 +1260,7 @@ class Replay:
         """Remember a result, within a sixteenth of the memory for replay."""
         if self.held + len(text) > self.store.limit >> 4:
             self.masks, self.cuts, self.held = {}, {}, 0
-        elif len(text) <= self.store.limit >> 7:
+        else:
             memo[text] = value
             self.held += 2 * len(text)
 
@@ -1432,11 +1416,9 @@ class Replay:
             if said_before or any(index >= taker for index in path):
                 due = []
         turn = units[taker].turn if taker >= 0 else None
-        if turn is None or not (due or fresh):
+        if turn is None or not (due or fresh):  # else it is the request's own turn, not one of the store's
             return None, []
         report.lifted += len(fresh)
-        if taker < last and turn.item is not None:
-            units[taker].turn = turn = turn_of(copy.deepcopy(turn.item))  # it may be the store's own
         text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in fresh])
         slot = next((slot for slot in reversed(turn.slots()) if self.mask(slot.get())), None)
         if slot is not None:
@@ -1619,7 +1601,7 @@ def pick(known: list[Version], answer: str, strict: bool, sure: bool) -> Version
     """
     found = [(version, version.goes_on(answer, strict)) for version in known]
     sure = sure or any(yes for _, yes in found)
-    # Another one whose answer is not known yet may have been answered in the same words.
+    # Another one, whose answer is not known yet, may have been answered in the same words.
     fitting = [version for version, yes in found if yes or (yes is None and (not sure or "" in version.open))]
     return fitting[0] if len(fitting) == 1 and (not sure or fitting[0].goes_on(answer, strict)) else None
 
@@ -1672,29 +1654,17 @@ class Usage:
         return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
 
 
-USAGE_PATHS = {  # where a server puts a number: (name, path in the JSON value of that key)
-    "usage": (
-        ("prompt", ("prompt_tokens",)),
-        ("cached", ("prompt_tokens_details", "cached_tokens")),  # chat, completions: llama-server, LM Studio, vLLM
-        ("cached", ("prompt_cache_hit_tokens",)),
-        ("cached", ("input_tokens_details", "cached_tokens")),  # responses
-        ("input", ("input_tokens",)),
-        ("cache_read", ("cache_read_input_tokens",)),  # messages: input_tokens is only what was not cached
-        ("cache_write", ("cache_creation_input_tokens",)),
-        ("output", ("completion_tokens",)),
-        ("output", ("output_tokens",)),
-    ),
-    "timings": (  # llama.cpp tools/server/server-task.cpp, result_timings::to_json
-        ("cache_n", ("cache_n",)),
-        ("prompt_n", ("prompt_n",)),
-        ("prompt_ms", ("prompt_ms",)),
-        ("output", ("predicted_n",)),
-    ),
-    "tokens_evaluated": (("prompt", ()),),  # llama-server's own /completion
+USAGE_KEYS = {  # a number -> where a server puts it: in `usage`, its details, `timings` or beside them
+    "prompt": ("prompt_tokens", "tokens_evaluated"),
+    "cached": ("cached_tokens", "prompt_cache_hit_tokens"),
+    "input": ("input_tokens",),  # in /v1/messages only what was not cached
+    "cache_read": ("cache_read_input_tokens",),
+    "cache_write": ("cache_creation_input_tokens",),
+    "output": ("completion_tokens", "output_tokens", "predicted_n"),
+    **{name: (name,) for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
 }
 NUMBERS = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)|"(tokens_evaluated)"\s*:\s*(?=\d)')
 BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-DATA_LINE = re.compile(rb"(?:^|\n)data:")
 
 
 def usage_of(*windows: bytes) -> Usage:
@@ -1706,54 +1676,50 @@ def usage_of(*windows: bytes) -> Usage:
     found: dict[str, float] = {}
     windows = tuple(window for window in windows if window)
     for place, window in enumerate(windows, 1):
-        lines = window.split(b"\n") if DATA_LINE.search(window) else [window]
+        streamed = window.startswith(b"data:") or b"\ndata:" in window
+        lines = window.split(b"\n") if streamed else [window]
         lines = [line for line in (lines if place == len(windows) else lines[:-1]) if NUMBERS.search(line)]
         for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
             with contextlib.suppress(ValueError, RecursionError):
-                event: Any = json.loads(line.removeprefix(b"data:"))
-                parts = [event, event.get("message"), event.get("response")] if isinstance(event, dict) else []
-                for part in [part for part in parts if isinstance(part, dict)]:
-                    for kind in USAGE_PATHS.keys() & part.keys():
-                        read_numbers(found, kind, part[kind])
+                event = member(json.loads(line.removeprefix(b"data:")))
+                for part in (event, member(event.get("message")), member(event.get("response"))):
+                    read_numbers(found, part)
                 continue
-            for match in list(NUMBERS.finditer(line))[-8:]:
+            for match in list(NUMBERS.finditer(line))[-8:]:  # the line's start is cut off
                 with contextlib.suppress(ValueError, RecursionError):
                     text = line[match.end() :].decode("utf-8", "replace")
                     value, end = json.JSONDecoder().raw_decode(text)
                     if outermost(text[end:].encode()):
-                        read_numbers(found, (match[1] or match[2]).decode(), value)
-    return Usage(**settled(found))
+                        read_numbers(found, {(match[1] or match[2]).decode(): value})
+    return settled(found)
 
 
 def outermost(rest: bytes) -> bool:
     """Whether what stands before `rest` is a member of an answer, or of the one object in an event: in a list, or
     deeper, the model wrote it (a tool call's input is no string in /v1/messages)."""
-    depth = closed = 0
-    for token in BRACKETS.finditer(rest):
-        if token[0] in (b"{", b"["):
-            depth += 1
-        elif token[0] in (b"}", b"]"):
-            if depth:
-                depth -= 1
-            elif token[0] == b"]":
-                return False
-            else:
-                closed += 1
-    return closed in (1, 2)
+    depth = lowest = 0
+    for token in BRACKETS.findall(rest):
+        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token, 0)
+        if depth < lowest and token == b"]":
+            return False
+        lowest = min(lowest, depth)
+    return lowest in (-1, -2)
 
 
-def read_numbers(found: dict[str, float], kind: str, value: Any) -> None:
-    for name, path in USAGE_PATHS[kind]:
-        number = value
-        for key in path:
-            number = number.get(key) if isinstance(number, dict) else None
-        if isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0:
-            found[name] = number
+def read_numbers(found: dict[str, float], part: Json) -> None:
+    """Enter the numbers of an answer, or of the object in an event that has its usage, into `found`."""
+    usage = member(part.get("usage"))
+    details = [member(usage.get(key)) for key in ("prompt_tokens_details", "input_tokens_details")]
+    for numbers in (part, member(part.get("timings")), usage, *details):
+        for name, keys in USAGE_KEYS.items():
+            for number in [numbers[key] for key in keys if key in numbers]:
+                if type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
+                    found[name] = number
 
 
-def settled(found: dict[str, float]) -> dict[str, Any]:
-    """The fields of Usage from what was found; what does not follow stays away."""
-    prompt, cached = found.get("prompt"), found.get("cached")
+def settled(found: dict[str, float]) -> Usage:
+    """What follows from the numbers that were found; what does not stays None."""
+    prompt, cached, output = found.get("prompt"), found.get("cached"), found.get("output")
     if "input" in found:
         prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
         cached = found.get("cache_read", cached)
@@ -1764,57 +1730,61 @@ def settled(found: dict[str, float]) -> dict[str, Any]:
             cached = prompt - found["prompt_n"]  # before cache_n: prompt_n was already what had to be read
     if cached is not None and prompt is not None:
         cached = min(cached, prompt)
-    whole = {"prompt": prompt, "cached": cached, "output": found.get("output")}
-    known: dict[str, Any] = {name: int(number) for name, number in whole.items() if number is not None}
-    return {**known, "prompt_ms": found.get("prompt_ms")}
+    counts = [None if number is None else int(number) for number in (prompt, cached, output)]
+    return Usage(counts[0], counts[1], found.get("prompt_ms"), counts[2])
+
+
+_PLAIN = (None, "text", "text_delta", "output_text")
+HINT_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+    **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
+    "delta": ("response.output_text.delta",),
+    "content": _PLAIN,
+    "text": _PLAIN,
+}
 
 
 def hint_of(window: bytes) -> str:
     """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do not tell."""
-    words, begun = "", 0
-    objects = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]
-    for text in objects:
+    words = ""
+    for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
         try:
-            event = json.loads(text)
+            parts = list(hint_parts(json.loads(text)))
         except (ValueError, RecursionError):
             break
-        for piece, call in hint_parts(event):
+        for piece, call in parts:
             if call and not words.strip():
                 return call
             words += piece
-            begun += 1
         if len(words) > 400:
             break
     return words.strip()[:400]
 
 
-def hint_parts(event: Any) -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in one JSON object of an answer, streamed or whole, in any dialect."""
-    if not isinstance(event, dict):
+def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what leads to `value`."""
+    for part in listed(value):
+        yield from hint_parts(part, key)
+    if not isinstance(value, dict):
         return
-    pieces: list[Any] = [event.get("content_block"), event.get("delta"), event.get("item")]
-    for choice in listed(event.get("choices")):
-        pieces += [choice.get("delta"), choice.get("message")] if isinstance(choice, dict) else []
-    for piece in [*pieces, *listed(event.get("content")), *listed(event.get("output"))]:
-        if isinstance(piece, str):
-            if event.get("type") == "response.output_text.delta":
-                yield piece, ""
-        elif isinstance(piece, dict):
-            for call in listed(piece.get("tool_calls")):
-                if isinstance(call, dict) and isinstance(call.get("id"), str):
-                    yield "", call["id"]
-            if piece.get("type") in ("tool_use", "function_call"):
-                yield "", str(piece.get("call_id") or piece.get("id") or "")
-            for key in ("content", "text"):
-                if isinstance(piece.get(key), str) and piece.get("type") in (None, "text", "text_delta", "output_text"):
-                    yield piece[key], ""
-            for part in listed(piece.get("content")) if piece.get("type") == "message" and "item" not in event else ():
-                if isinstance(part, dict) and isinstance(part.get("text"), str):
-                    yield part["text"], ""
+    kind = value.get("type")
+    if kind in ("tool_use", "function_call") or key == "tool_calls":
+        yield "", str(value.get("call_id") or value.get("id") or "")
+    elif not str(kind).endswith(".done"):  # such an event says again what has been said
+        for name in [name for name in HINT_KEYS if name in value]:
+            part = value[name]
+            if not isinstance(part, str):
+                yield from hint_parts(part, name)
+            elif kind in HINT_KEYS[name]:
+                yield part, ""
 
 
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def member(value: Any) -> Json:
+    """A value that should be a JSON object; an empty one if it is not."""
+    return value if isinstance(value, dict) else {}
 
 
 class Segment(NamedTuple):
@@ -1841,43 +1811,27 @@ def segments_of(view: View) -> list[Segment]:
 def said(turn: Turn) -> str:
     """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    parts = [turn.text()]
-    for part in listed(content):
-        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
-            parts.append(spelled(part))
-    if content is not None and not isinstance(content, (str, list)):
-        parts.append(spelled(content))
-    for key in ("name", "arguments", "tool_calls", "call_id", "tool_call_id"):
-        if item.get(key) is not None:
-            parts.append(spelled(item[key]))
-    return "\n".join([part for part in parts if part])
+    rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
+    rest += [part for part in listed(content) if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS]
+    rest += [item.get(key) for key in ("name", "arguments", "tool_calls", "call_id", "tool_call_id")]
+    return "\n".join(filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)]))
 
 
 def spelled(value: Any) -> str:
     """A call, result or tool as text. Arguments in any spelling are equal to the server, which parses them; an image's
     bytes stand for few tokens, and are replaced by a hash."""
+    if isinstance(value, list):
+        return "\n".join(map(spelled, value))
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, dict):
-        value = {key: part for key, part in value.items() if key != "cache_control"}
-        if isinstance(value.get("function"), dict) and isinstance(value["function"].get("arguments"), str):
-            value["function"] = {**value["function"], "arguments": spelled(value["function"]["arguments"])}
-    elif isinstance(value, list):
-        return "\n".join(spelled(part) for part in value)
+        value, function = bare(value), member(value.get("function"))
+        if isinstance(function.get("arguments"), str):
+            value["function"] = {**function, "arguments": spelled(function["arguments"])}
     text = json.dumps(value)
     return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
-
-
-def first_turn(segments: list[Segment]) -> int:
-    return next((i for i, segment in enumerate(segments) if segment.where.startswith("turn ")), len(segments))
-
-
-def opening_of(segments: list[Segment]) -> str:
-    """The first turn's text."""
-    at = first_turn(segments)
-    return segments[at].text if at < len(segments) else ""
 
 
 def text_size(text: str) -> int:
@@ -1895,8 +1849,7 @@ def alike(a: str, b: str) -> bool:
 
 
 def tool_name(tool: Any) -> str:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = (function if isinstance(function, dict) else tool if isinstance(tool, dict) else {}).get("name")
+    name = (member(member(tool).get("function")) or member(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"  # it stands in the log
 
 
@@ -1913,20 +1866,17 @@ def common_prefix(a: str, b: str) -> int:
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DAY = r"(?:Mon|Tue(?:s)?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
-KINDS = tuple(  # what a differing span looks like, most telling first
-    (name, re.compile(pattern))
-    for name, pattern in (
-        (
-            "clock",
-            rf"\b\d{{4}}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{{1,2}}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b{_DAY}\b|"
-            + rf"\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}|\b1[6-9]\d{{8}}(?:\d{{3}})?\b",
-        ),
-        ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
-        ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-        ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
-        ("counter", r"\d+(?:[.,]\d+)*"),
-    )
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_CLOCK = (
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b1[6-9]\d{8}(?:\d{3})?\b"
+    rf"|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+)
+KINDS = (  # what a differing span looks like, most telling first
+    ("clock", _CLOCK),
+    ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
+    ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
+    ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+    ("counter", r"\d+(?:[.,]\d+)*"),
 )
 
 
@@ -1940,7 +1890,7 @@ def kind_of(before: str, after: str, at: int) -> str:
     for name, pattern in KINDS:
         words = []
         for text in (before, after):
-            hits = pattern.finditer(text[start : at + 80])
+            hits = re.finditer(pattern, text[start : at + 80])
             words.append(next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), ""))
         if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
@@ -1965,7 +1915,7 @@ class Verdict:
     after: str = ""
     advice: str = ""
     side: str = ""
-    others: int = 0  # requests of other conversations since the earlier prompt
+    taken: bool = False  # another conversation sent something since the earlier prompt
     away: bool = False  # the server was away since then
 
     def line(self) -> str:
@@ -1999,37 +1949,48 @@ ADVICE = {
 }
 
 
-class Entry:
-    """A prompt as it was forwarded; `chain` holds a hash of all up to each segment, `opening` is the first turn."""
+class Prompt:
+    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up to each of them;
+    `end` is one of all and that nothing follows. `first` is the place of the first turn."""
 
-    __slots__ = ("chain", "conversation", "names", "opening", "texts", "time")
+    __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
 
-    def __init__(
-        self, conversation: str, segments: list[Segment], texts: list[str], chain: list[int], now: float
-    ) -> None:
-        self.conversation, self.texts, self.chain, self.time = conversation, texts, chain, now
+    def __init__(self, segments: list[Segment], conversation: str, now: float) -> None:
+        self.conversation, self.time = conversation, now
         self.names = [segment.where for segment in segments]
-        self.opening = opening_of(segments)
+        self.texts = [segment.text for segment in segments]
+        self.first = next((i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names))
+        self.chain = list(itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0))[1:]
+        self.end = hash((*self.chain[-1:], "end"))
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.first < len(self.texts) else ""
+
+    def tools(self) -> list[str]:
+        return [name[5:] for name in self.names if name.startswith("tool ")]
 
     def at(self, depth: int, where: str) -> str:
         """The text of a segment, if it is one of that name: a role's marks stand in front of every text."""
         return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
 
+    def shares(self, other: Prompt, depth: int) -> bool:
+        """Whether the first `depth` segments are those of another prompt."""
+        return not depth or self.chain[depth - 1 : depth] == [other.chain[depth - 1]]
+
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal texts are held once; bounded, oldest out first."""
+    """The last prompts, and what they had in common. Equal beginnings are held once; bounded, oldest out first."""
 
     MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
-        self.entries: collections.OrderedDict[int, Entry] = collections.OrderedDict()
-        self.texts: dict[str, list[Any]] = {}  # text -> [the string that all share, users]
-        self.index: dict[int, int] = {}  # chain up to a segment -> the newest entry that has it
-        self.ends: collections.Counter[int] = collections.Counter()
+        self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
+        self.index: dict[int, int] = {}  # chain up to a segment, or end -> the newest entry that has it
         self.latest: dict[str, int] = {}  # conversation -> its newest entry
-        self.count = 0
+        self.count = 0  # of all prompts judged; the newest entry's number
 
     def judge(
         self, segments: list[Segment], conversation: str, side: str = "", now: float = 0.0, lost_at: float = -1.0
@@ -2038,129 +1999,113 @@ class Ledger:
 
         `lost_at` is when the server was last found away, on the clock of `now`.
         """
-        chain, last = [], 0
-        for segment in segments:
-            last = hash((last, segment))
-            chain.append(last)
+        prompt = Prompt(segments, conversation, now)
         with self.lock:
-            verdict = self.compare(segments, chain, conversation, lost_at)
-            verdict.side = side
-            if side and verdict.name == "rewritten":  # it has a prompt of its own: no fault
-                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
-            self.remember(conversation, segments, chain, now)
+            verdict = self.compare(prompt, side, lost_at)
+            self.remember(prompt)
         return verdict
 
-    def compare(self, segments: list[Segment], chain: list[int], conversation: str, lost_at: float) -> Verdict:
+    def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
         """Find the stored prompt with the longest common prefix, and say where they part and why."""
-        if not self.entries or not segments:
-            return Verdict()
-        total = sum(len(segment.text) for segment in segments) or 1
+        chain, names, texts = prompt.chain, prompt.names, prompt.texts
+        if not self.entries or not chain:
+            return Verdict(side=side)
+        total = sum(map(len, texts)) or 1
         depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
-        same = sum(len(segment.text) for segment in segments[:depth])
-        entry = self.counterpart(segments, chain, depth, conversation)
-        verdict = Verdict("extended", same / total, away=entry.time < lost_at)
+        same = sum(map(len, texts[:depth]))
+        entry = self.counterpart(prompt, depth)
         newer = itertools.takewhile(lambda other: other is not entry, reversed(self.entries.values()))
-        verdict.others = sum(other.conversation != conversation for other in itertools.islice(newer, 64))
-        if depth and (depth == len(chain) or self.ends[chain[depth - 1]]):
+        taken = any(other.conversation != prompt.conversation for other in newer)
+        verdict = Verdict("extended", same / total, side=side, taken=taken, away=entry.time < lost_at)
+        if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
             return verdict
-        old, (where, new), opening = entry.at(depth, segments[depth].where), segments[depth], first_turn(segments)
+        old, new = entry.at(depth, names[depth]), texts[depth]
         verdict.share = (same + common_prefix(old, new)) / total
-        if old and new.startswith(old) and where.endswith("(prompt)"):
+        if old and new.startswith(old) and names[depth].endswith("(prompt)"):
             return verdict
-        locate_change(verdict, entry, segments, depth)
-        goes_on = any("(assistant)" in segment.where for segment in segments[max(depth, opening) :])
-        if depth < opening:
-            ours = goes_on and entry.opening == opening_of(segments)
+        locate_change(verdict, entry, prompt, depth)
+        goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
+        if depth < prompt.first:
+            ours = goes_on and entry.opening() == prompt.opening()
             rewritten = ours or verdict.kind == "tool order" or (verdict.kind != "tools changed" and alike(old, new))
         else:
-            rewritten = goes_on and (depth > opening or entry.conversation == conversation)
-        verdict.name = "rewritten" if rewritten else "cold" if verdict.share < 0.05 else "new branch"
+            rewritten = goes_on and (depth > prompt.first or entry.conversation == prompt.conversation)
+        if rewritten and not side:  # a side request has a prompt of its own: no fault
+            verdict.name = "rewritten"
+        else:
+            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return verdict
 
-    def counterpart(self, segments: list[Segment], chain: list[int], depth: int, conversation: str) -> Entry:
+    def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
         """The entry to compare with, of those that have most in common: this conversation's newest, else one with the
         same tools, that opens with the same words, that agrees to the furthest line. Only the newest are looked at."""
-        link = chain[depth - 1] if depth else 0
-        own = self.entries.get(self.latest.get(conversation, 0))
-        if own is not None and (not depth or own.chain[depth - 1 : depth] == [link]):
+        own = self.entries.get(self.latest.get(prompt.conversation, 0))
+        if own is not None and own.shares(prompt, depth):
             return own
-        if depth == len(chain):
-            return self.entries[self.index[link]]
         newest = itertools.islice(reversed(self.entries.values()), 32)
-        fitting = [entry for entry in newest if not depth or entry.chain[depth - 1 : depth] == [link]]
-        opening, new, start = opening_of(segments), segments[depth].text, first_turn(segments)
-        names = [segment.where for segment in segments[:start]]
+        fitting = [entry for entry in newest if entry.shares(prompt, depth)]
+        if depth == len(prompt.chain) or not fitting:
+            return self.entries[self.index[prompt.chain[depth - 1]]]
+        head, opening, new = prompt.names[: prompt.first], prompt.opening(), prompt.texts[depth]
 
-        def agreement(entry: Entry) -> tuple[bool, bool, int]:
-            prefix = common_prefix(entry.at(depth, segments[depth].where), new)
-            return entry.names[:start] == names, entry.opening == opening, new.rfind("\n", 0, prefix)
+        def agreement(entry: Prompt) -> tuple[bool, bool, int]:
+            prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
+            return entry.names[: prompt.first] == head, entry.opening() == opening, new.rfind("\n", 0, prefix)
 
-        return max(fitting or [self.entries[self.index[link]]], key=agreement)
+        return max(fitting, key=agreement)
 
-    def remember(self, conversation: str, segments: list[Segment], chain: list[int], now: float) -> None:
+    def remember(self, prompt: Prompt) -> None:
         self.count += 1
-        texts = []
-        for segment in segments:
-            held = self.texts.setdefault(segment.text, [segment.text, 0])
-            held[1] += 1
-            if held[1] == 1:
-                self.size += text_size(segment.text)
-            texts.append(held[0])  # the one string that all prompts share
-        self.entries[self.count] = Entry(conversation, segments, texts, chain, now)
-        self.latest[conversation] = self.count
-        self.size += 300 * len(chain)
-        for link in chain:
+        for place, link in enumerate(prompt.chain):
+            if link in self.index:
+                prompt.texts[place] = self.entries[self.index[link]].texts[place]  # the string that is held already
+            else:
+                self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
-        if chain:
-            self.ends[chain[-1]] += 1
+        self.index[prompt.end] = self.latest[prompt.conversation] = self.count
+        self.entries[self.count] = prompt
+        self.size += 300 * len(prompt.chain)
         while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
             self.forget()
 
     def forget(self) -> None:
+        """Drop the oldest entry, and what no newer one has."""
         number, entry = self.entries.popitem(last=False)
         self.size -= 300 * len(entry.chain)
-        if self.latest.get(entry.conversation) == number:
-            del self.latest[entry.conversation]
-        for text in entry.texts:
-            held = self.texts[text]
-            held[1] -= 1
-            if not held[1]:
-                self.size -= text_size(text)
-                del self.texts[text]
-        for link in entry.chain:
-            if self.index.get(link) == number:
+        for place, link in enumerate(entry.chain):
+            if self.index[link] == number:
                 del self.index[link]
-        if entry.chain:
-            self.ends[entry.chain[-1]] -= 1
-            if not self.ends[entry.chain[-1]]:
-                del self.ends[entry.chain[-1]]
+                self.size -= text_size(entry.texts[place])
+        if self.index[entry.end] == number:
+            del self.index[entry.end]
+        if self.latest[entry.conversation] == number:
+            del self.latest[entry.conversation]
 
 
-def locate_change(verdict: Verdict, entry: Entry, segments: list[Segment], depth: int) -> None:
+def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
     """Say where a prompt parts from an earlier one with `depth` segments in common, and what the change looks like."""
-    names, old_name = [segment.where for segment in segments], "".join(entry.names[depth : depth + 1])
-    old, new = "".join(entry.texts[depth : depth + 1]), segments[depth].text
-    verdict.where = names[depth]
-    if names[depth].startswith("tool ") or old_name.startswith("tool "):
-        was, now = ([name[5:] for name in side if name.startswith("tool ")] for side in (entry.names, names))
-        if was != now:
-            order = sorted(was) == sorted(now)
-            verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
-            sides = [[name for name in a if order or name not in b] for a, b in ((was, now), (now, was))]
-            start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b) if order else 0
-            verdict.before, verdict.after = (", ".join(side[start : start + 3])[:80] for side in sides)
-            return
-    elif names[depth].startswith("turn "):
-        taken_out = new in entry.texts[depth + 1 : depth + 4]
-        if old and (taken_out or ("(assistant)" in names[depth] and "(assistant)" not in old_name)):
-            verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-            return
-        if old and old in [segment.text for segment in segments[depth + 1 : depth + 4]]:
-            verdict.kind, verdict.after = "put in", around(new, 0)
-            return
-    at = common_prefix(old, new)
-    verdict.kind = kind_of(old, new, at)
-    verdict.before, verdict.after = around(old, at), around(new, at)
+    name, new = prompt.names[depth], prompt.texts[depth]
+    old_name, old = (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+    was, now = entry.tools(), prompt.tools()
+    verdict.where = name
+    if was != now and (name.startswith("tool ") or old_name.startswith("tool ")):
+        verdict.where, verdict.kind = "tools", "tools changed"
+        sides = [name for name in was if name not in now], [name for name in now if name not in was]
+        if sorted(was) == sorted(now):
+            verdict.kind = "tool order"
+            start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
+            sides = was[start:], now[start:]
+        verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
+    elif name.startswith("turn ") and old and (
+        new in entry.texts[depth + 1 : depth + 4] or ("(assistant)" in name and "(assistant)" not in old_name)
+    ):
+        verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
+    elif name.startswith("turn ") and old and old in prompt.texts[depth + 1 : depth + 4]:
+        verdict.kind, verdict.after = "put in", around(new, 0)
+    else:
+        at = common_prefix(old, new)
+        verdict.kind = kind_of(old, new, at)
+        verdict.before, verdict.after = around(old, at), around(new, at)
 
 
 def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
@@ -2176,17 +2121,17 @@ def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
         return
     if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
         cause = (
-            "away" if verdict.away else "taken" if verdict.others else "idle" if idle_seconds > 300
+            "away" if verdict.away else "taken" if verdict.taken else "idle" if idle_seconds > 300
             else "checkpoint" if usage.cached < 0.05 * usage.prompt else "partly"
         )  # fmt: skip
         verdict.name, verdict.kind = "lost", cause
         verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
 
 
-SIDE_SHAPES = (  # (name, words to look for first, a pattern) for the last turn or the system prompt
-    ("title", ("itle",), r"\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b"),
-    ("suggestion", ("uggest", "redict"), r"\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b"),
-    ("summary", ("ummar",), r"\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b"),
+SIDE_SHAPES = re.compile(  # in the system prompt or the last turn
+    r"(?i)(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
+    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
+    r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
 
 
@@ -2201,14 +2146,10 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return "title"
     if body.get("tools"):
         return ""
-    if "title" in str(body.get("output_config") or body.get("text") or ""):
+    if "'title': {" in str(body.get("output_config") or body.get("text")):  # a property; every schema may have a title
         return "title"
-    for turn in (*view.system()[:1], *view.turns[-1:]):
-        text = turn.text()[:4000]
-        for name, words, pattern in SIDE_SHAPES:
-            if any(word in text for word in words) and re.search(pattern, text, re.IGNORECASE):
-                return name
-    return ""
+    found = (SIDE_SHAPES.search(turn.text()[:4000]) for turn in (*view.system()[:1], *view.turns[-1:]))
+    return next((str(match.lastgroup) for match in found if match), "")
 
 
 # ======================================================================================================================
@@ -2231,8 +2172,14 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection proxy-authenticate"
     b" proxy-authorization".split()
 )
+WRITTEN_ANEW = HOP_BY_HOP | {b"host", b"expect", b"content-length", b"x-kvproxy-conversation"}  # in requests
+CHUNKED_DROPS = HOP_BY_HOP | {b"content-length"}  # in responses
 TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)" % TOKEN_BYTES.pattern)
+STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % TOKEN_BYTES.pattern)
+HEAD_END = re.compile(rb"\n\r?\n")
+KEPT_FOR = re.compile(rb"timeout=(\d{1,6})")
 LENGTH = re.compile(rb"[0-9]{1,19}")
 Headers = list[tuple[bytes, bytes]]
 
@@ -2244,9 +2191,9 @@ class BadHead(ValueError):
 class Refused(Exception):
     """The proxy answers by itself: `status`, and a sentence that says what to do."""
 
-    def __init__(self, status: int, message: str, headers: Headers | None = None) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers or []
+        self.status = status
 
 
 class ClientGone(Exception):
@@ -2255,6 +2202,10 @@ class ClientGone(Exception):
 
 class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
+
+
+class Stale(Exception):
+    """A kept connection was closed by the server before it answered."""
 
 
 class Fields(Headers):
@@ -2283,14 +2234,15 @@ def parse_fields(lines: list[bytes]) -> Fields:
     return Fields(fields)
 
 
-def end_to_end(headers: Fields, *drop: bytes) -> Headers:
-    """The headers that a proxy passes on: without hop-by-hop ones, those that Connection names, and `drop`.
+def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
+    """The header lines that a proxy passes on: without `drop` and what Connection names.
 
     Connection cannot name Content-Length: without it the body would be taken for the next message.
     """
-    listed = {token.strip().lower() for value in headers.all(b"connection") for token in value.split(b",")}
-    gone = HOP_BY_HOP | (listed - {b"content-length"}) | set(drop)
-    return [(name, value) for name, value in headers if name.lower() not in gone]
+    if listed := headers.all(b"connection"):
+        named = {token.strip().lower() for token in b",".join(listed).split(b",")}
+        drop |= named - {b"content-length"}
+    return [name + b": " + value for name, value in headers if name.lower() not in drop]
 
 
 def body_length(headers: Fields) -> int | None:
@@ -2305,32 +2257,32 @@ def body_length(headers: Fields) -> int | None:
 
 
 class Chunks:
-    """The chunked coding (RFC 9112 section 7.1) as a state machine: bytes may be cut anywhere. Raises BadHead."""
+    """The chunked coding (RFC 9112 section 7.1) as a state machine: bytes may be cut anywhere."""
 
     __slots__ = ("done", "left", "line", "state", "trailers")
     SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r")
     LINE = re.compile(SIZE.pattern + rb"\n")
 
-    def __init__(self, left: int = 0, state: str = "size", line: bytes = b"") -> None:
-        self.left, self.state, self.line = left, state, line
+    def __init__(self) -> None:
+        self.state = "size"  # the line that comes next (data: the empty one after a chunk), but for `left` bytes of data
+        self.left, self.line = 0, b""
         self.done, self.trailers = False, 0
 
-    def feed(self, data: bytes, out: list[bytes] | None = None) -> int:
-        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than all: it is done)."""
+    def feed(self, data: bytes, out: list[bytes]) -> int:
+        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than all: it is done).
+        Raises BadHead."""
         at, size = 0, len(data)
         while at < size and not self.done:
             if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
                 start = found.end()  # the usual case, a whole chunk in one piece, in one step
                 end = start + int(found[1], 16)
                 if end > start and data[end : end + 2] == b"\r\n":
-                    if out is not None:
-                        out.append(data[start:end])
+                    out.append(data[start:end])
                     at = end + 2
                     continue
             if self.left:
                 end = min(size, at + self.left)
-                if out is not None:
-                    out.append(data[at:end])
+                out.append(data[at:end])
                 self.left -= end - at
                 at = end
                 continue
@@ -2340,8 +2292,7 @@ class Chunks:
                 if len(self.line) > 8192:
                     raise BadHead("endless chunk line")
                 return size
-            line = self.line + data[at:stop] if self.line else data[at:stop]
-            self.line, at = b"", stop + 1
+            line, self.line, at = self.line + data[at:stop], b"", stop + 1
             if self.state == "size":
                 found = self.SIZE.fullmatch(line)
                 if not found:
@@ -2363,6 +2314,35 @@ class Chunks:
         return at
 
 
+class SelectPoll:
+    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind unread bytes."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[int, int] = {}
+
+    def register(self, sock: socket.socket, events: int) -> None:
+        self.wanted[sock.fileno()] = events
+
+    modify = register
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        reads = [fd for fd, events in self.wanted.items() if events & READ]
+        writes = [fd for fd, events in self.wanted.items() if events & WRITE]
+        reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
+        return [(fd, READ * (fd in reads) | WRITE * (fd in writes)) for fd in {*reads, *writes}]
+
+
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
+Poll: Any = getattr(select, "poll", SelectPoll)  # select() itself cannot take descriptors above 1023
+
+
+def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
+    """Wait until a socket has bytes or has ended; with WRITE, until it takes bytes."""
+    poller = Poll()
+    poller.register(sock, events)
+    return bool(poller.poll(seconds * 1000))
+
+
 class Wire:
     """A connected socket and the bytes read ahead from it.
 
@@ -2377,43 +2357,34 @@ class Wire:
         self.sock, self.buf = sock, bytearray()
         sock.setblocking(False)
 
-    def read(self, size: int = 65536) -> bytes:
-        """What a readable socket has; b'' at the end. Raises TimeoutError, ConnectionError."""
-        while True:
+    def take(self, size: int | None = None) -> bytes:
+        """Bytes read ahead, at most `size`; b'' when there are none."""
+        data = bytes(self.buf[:size])
+        del self.buf[:size]
+        return data
+
+    def read(self, seconds: float, size: int = 65536) -> bytes:
+        """What the client sends next; b'' at the end. Raises TimeoutError, ConnectionError."""
+        while seconds >= 0 and ready(self.sock, seconds):
             try:
                 return self.sock.recv(size)
             except BlockingIOError:  # a false alarm
-                if not readable(self.sock, SEND_LIMIT):
-                    raise TimeoutError from None
+                pass
+        raise TimeoutError
 
-    def recv(self) -> bytes:
-        """Bytes read ahead, else what the socket has; b'' at the end."""
-        if not self.buf:
-            return self.read()
-        data = bytes(self.buf)
-        self.buf.clear()
-        return data
-
-    def send(self, data: bytes | bytearray) -> None:
-        """Send all of `data`. Raises TimeoutError when the other side takes nothing for SEND_LIMIT seconds."""
-        view: bytes | bytearray | memoryview = data
-        while view:
+    def send(self, data: bytes) -> None:
+        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for SEND_LIMIT seconds."""
+        rest: bytes | memoryview = data
+        while True:
             try:
-                sent = self.sock.send(view)
-                if sent == len(view):
-                    return
-                view = memoryview(view)[sent:]
+                sent = self.sock.send(rest)
             except BlockingIOError:
-                if not writable(self.sock, SEND_LIMIT):
+                if not ready(self.sock, SEND_LIMIT, WRITE):
                     raise TimeoutError from None
-
-    def fill(self, seconds: float) -> bool:
-        """Read more into `buf`. False at the end of the stream; raises TimeoutError."""
-        if seconds <= 0 or not readable(self.sock, seconds):
-            raise TimeoutError
-        data = self.read()
-        self.buf += data
-        return bool(data)
+                continue
+            if sent == len(rest):
+                return
+            rest = memoryview(rest)[sent:]
 
     def close(self, abort: bool = False) -> None:
         """Close for good. `abort` sends RST, the only sign of a cut that a client without framing can see."""
@@ -2428,29 +2399,6 @@ class Wire:
             self.sock.close()
 
 
-def writable(sock: socket.socket, seconds: float) -> bool:
-    """Wait until a socket takes bytes."""
-    if hasattr(select, "poll"):
-        poller = select.poll()
-        poller.register(sock, select.POLLOUT)
-        return bool(poller.poll(seconds * 1000))
-    return bool(select.select([], [sock], [], seconds)[1])
-
-
-def readable(sock: socket.socket, seconds: float) -> bool:
-    """Wait for bytes (or the end). poll() where there is one: select() cannot take descriptors above 1023."""
-    if getattr(sock, "pending", None) and sock.pending():  # type: ignore[attr-defined]
-        return True  # TLS has decrypted bytes already
-    try:
-        if hasattr(select, "poll"):
-            poller = select.poll()
-            poller.register(sock, select.POLLIN)
-            return bool(poller.poll(seconds * 1000))
-        return bool(select.select([sock], [], [], seconds)[0])
-    except (OSError, ValueError):
-        return True  # closed by another thread: the next recv says so
-
-
 class Pair:
     """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees the model at once.
 
@@ -2458,97 +2406,80 @@ class Pair:
     the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone, as it does for llama-server itself.
     """
 
-    __slots__ = ("client", "number", "poller", "tls", "upstream", "watching")
+    __slots__ = ("answer", "client", "poller", "tls", "upstream")
     GONE = getattr(select, "POLLRDHUP", 0)
 
     def __init__(self, client: socket.socket, upstream: socket.socket) -> None:
-        self.client, self.upstream, self.watching = client, upstream, True
-        self.tls, self.number = hasattr(upstream, "pending"), upstream.fileno()
-        self.poller = select.poll() if hasattr(select, "poll") else None
-        if self.poller:
-            self.poller.register(client, select.POLLIN | self.GONE)
-            self.poller.register(upstream, select.POLLIN)
+        self.client, self.upstream = client, upstream
+        self.tls = hasattr(upstream, "pending")
+        self.answer = [(upstream.fileno(), READ)]  # what poll() says in the usual case
+        self.poller = Poll()
+        self.poller.register(upstream, READ)
+        self.poller.register(client, READ | self.GONE)
 
     def watch(self) -> None:
-        """Look out for bytes of the client (again)."""
-        self.watching = True
-        if self.poller:
-            self.poller.modify(self.client, select.POLLIN | self.GONE)
+        """Look out for bytes of the client again."""
+        self.poller.modify(self.client, READ | self.GONE)
+
+    def wait(self, seconds: float, body: bool = False) -> str:
+        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is, when that is asked
+        for; or 'timeout'. Raises ClientGone."""
+        if self.tls and self.upstream.pending():  # type: ignore[attr-defined]
+            return "read"
+        while found := self.poller.poll(seconds * 1000):
+            if found == self.answer:
+                return "read"
+            events = dict(found)
+            server = events.pop(self.answer[0][0], 0)
+            for client in events.values():
+                if client & ~READ:  # hung up, or broken
+                    raise ClientGone
+                if not body:
+                    self.look()
+            if server:
+                return "write" if server == WRITE else "read"
+            if body:
+                return "body"
+        return "timeout"
+
+    def wait_to_write(self, seconds: float) -> str:
+        self.poller.modify(self.upstream, READ | WRITE)
+        try:
+            return self.wait(seconds)
+        finally:
+            self.poller.modify(self.upstream, READ)
+
+    def look(self) -> None:
+        """Tell pipelined bytes from the client's end."""
+        try:
+            if not self.client.recv(1, socket.MSG_PEEK):
+                raise ClientGone
+        except BlockingIOError:
+            return
+        except OSError:
+            raise ClientGone from None
+        self.poller.modify(self.client, self.GONE)  # a level-triggered poll would spin on them
 
     def read(self, seconds: float) -> bytes | None:
         """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone, OSError."""
         while self.wait(seconds) == "read":
-            with contextlib.suppress(*AGAIN):
+            try:
                 return self.upstream.recv(65536)
+            except AGAIN:
+                pass
         return None
-
-    def wait(self, seconds: float, writing: bool = False, body: bool = False) -> str:
-        """'read' or 'write': the upstream is ready; 'body': the client is, when that is asked for; or 'timeout'.
-        Raises ClientGone."""
-        if self.tls and not writing and self.upstream.pending():  # type: ignore[attr-defined]
-            return "read"
-        if self.poller and not writing:  # the usual case in few steps: a stream's next event
-            ready = self.poller.poll(seconds * 1000)
-            if len(ready) == 1 and ready[0][0] == self.number:
-                return "read"
-            if not ready:
-                return "timeout"
-        until = time.monotonic() + seconds
-        while True:
-            client, up_read, up_write = self.events(max(0.0, until - time.monotonic()), writing)
-            if client and not body:
-                self.look()
-            if up_read:
-                return "read"
-            if up_write:
-                return "write"
-            if client and body:
-                return "body"
-            if time.monotonic() >= until:
-                return "timeout"
-
-    def events(self, seconds: float, writing: bool) -> tuple[bool, bool, bool]:
-        client = read = write = False
-        if self.poller:
-            if writing:
-                self.poller.modify(self.upstream, select.POLLOUT | select.POLLIN)
-            for fd, event in self.poller.poll(seconds * 1000):
-                if fd != self.number:
-                    client = True
-                    if event & (self.GONE | select.POLLHUP | select.POLLERR | select.POLLNVAL):
-                        raise ClientGone
-                else:
-                    read = read or bool(event & ~select.POLLOUT)
-                    write = write or bool(event & select.POLLOUT)
-            if writing:
-                self.poller.modify(self.upstream, select.POLLIN)
-        else:
-            ends = [self.upstream, self.client] if self.watching else [self.upstream]
-            reads, writes, _ = select.select(ends, [self.upstream] if writing else [], [], seconds)
-            client, read, write = self.client in reads, self.upstream in reads, bool(writes)
-        return client, read, write
-
-    def look(self) -> None:
-        try:
-            if not self.client.recv(1, socket.MSG_PEEK):
-                raise ClientGone
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            raise ClientGone from None
-        self.watching = False  # pipelined bytes: a level-triggered poll would spin on them
-        if self.poller:
-            self.poller.modify(self.client, self.GONE)
 
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received."""
+    """A request's head, as received, but for an absolute target: that has become a path."""
 
     method: str
     target: bytes
-    version: bytes
     headers: Fields
+    old: bool  # HTTP/1.0
+    length: int | None  # Content-Length
+    chunked: bool
 
     @property
     def path(self) -> str:
@@ -2559,8 +2490,8 @@ class Request:
         return found[0].decode("latin-1") if found else ""
 
     def keep_alive(self) -> bool:
-        tokens = b",".join(self.headers.all(b"connection")).lower()
-        return self.version == b"HTTP/1.1" and b"close" not in [token.strip() for token in tokens.split(b",")]
+        tokens = b",".join(self.headers.all(b"connection")).lower().split(b",")
+        return not self.old and b"close" not in [token.strip() for token in tokens]
 
 
 @dataclasses.dataclass
@@ -2571,26 +2502,26 @@ class Response:
     reason: bytes
     headers: Fields
     framing: str
-    length: int = 0
-    last: bool = False  # the server closes the connection after it
+    length: int
+    last: bool  # the server closes the connection after it
 
 
 def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
     """(first line, header lines, bytes used), or None while the head is not complete."""
-    if b"\n\r\n" not in raw and b"\n\n" not in raw:  # much faster than the pattern, for heads that come in drops
+    end = HEAD_END.search(raw)
+    if end is None:
         return None
-    end = re.search(rb"\r?\n\r?\n", raw)
-    assert end is not None
-    lines = re.split(rb"\r?\n", bytes(raw[: end.start()]))
-    return lines[0], lines[1:], end.end()
+    first, *lines = bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
+    return first, lines, end.end()
 
 
 def parse_request(line: bytes, lines: list[bytes]) -> Request:
     """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes among it)."""
-    match = re.fullmatch(rb"(%s) ([\x21-\x7e\x80-\xff]+) (HTTP/(\d)\.\d)" % TOKEN_BYTES.pattern, line)
+    match = REQUEST_LINE.fullmatch(line)
     if not match:
         raise Refused(400, "This is not an HTTP request line.")
-    if match[4] != b"1":
+    method, target, old = match[1].decode(), match[2], match[4] == b"0"
+    if match[3] != b"1":
         raise Refused(
             505, "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://."
         )
@@ -2600,49 +2531,42 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
     except BadHead as error:
         status = 431 if "too many" in str(error) else 400
         raise Refused(status, f"The request's head cannot be read: {error}.") from None
-    request = Request(match[1].decode(), match[2], b"HTTP/1.0" if match[3] == b"HTTP/1.0" else b"HTTP/1.1", headers)
     coding = headers.all(b"transfer-encoding")
-    if coding and (length is not None or request.version == b"HTTP/1.0"):
+    if coding and (length is not None or old):
         raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
     if coding and [value.lower() for value in coding] != [b"chunked"]:
         raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-    hosts = headers.all(b"host")
-    if len(hosts) > 1 or (not hosts and request.version == b"HTTP/1.1"):
+    hosts = len(headers.all(b"host"))
+    if hosts > 1 or (not hosts and not old):
         raise Refused(400, "A request needs one Host header.")
-    target = request.target
-    if request.method == "CONNECT":
+    if method == "CONNECT":
         raise Refused(405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.")
-    absolute = re.match(rb"(?i)https?://[^/?#]*", target)
-    if absolute:
-        rest = target[absolute.end() :]
-        request.target = rest if rest[:1] == b"/" else b"/" + rest
-    elif target[:1] != b"/" and not (target == b"*" and request.method == "OPTIONS"):
+    if target[:1] != b"/" and (absolute := re.match(rb"(?i)https?://[^/?#]*", target)):
+        target = target[absolute.end() :]
+        target = target if target[:1] == b"/" else b"/" + target
+    if target[:1] != b"/" and not (target == b"*" and method == "OPTIONS"):
         raise Refused(400, "The request's target must be a path.")
-    return request
+    return Request(method, target, headers, old, length, bool(coding))
 
 
 def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
     """Raises BadHead when a client could be misled about where the body ends."""
-    match = re.fullmatch(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?", line)
+    match = STATUS_LINE.fullmatch(line)
     if not match:
         raise BadHead("bad status line")
     status, headers = int(match[2]), parse_fields(lines)
     if status == 101:
         raise BadHead("it switches to another protocol unasked")
-    last = match[1] == b"0" or b"close" in b",".join(headers.all(b"connection")).lower()
-    response = Response(status, match[3] or b"", headers, "close", last=last)
     coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
-    length = body_length(headers) if not coding else None
+    length = None if coding else body_length(headers)
     if method == "HEAD" or status in (204, 304) or status < 200:
-        response.framing = "none"
-    elif coding:
-        if coding != b"chunked":
-            raise BadHead("unknown Transfer-Encoding")
-        response.framing = "chunked"
-        response.headers = Fields([(k, v) for k, v in headers if k.lower() != b"content-length"])
-    elif length is not None:
-        response.framing, response.length = "length", length
-    return response
+        framing = "none"
+    elif coding and coding != b"chunked":
+        raise BadHead("unknown Transfer-Encoding")
+    else:
+        framing = "chunked" if coding else "close" if length is None else "length"
+    last = match[1] == b"0" or framing == "close" or b"close" in b",".join(headers.all(b"connection")).lower()
+    return Response(status, match[3] or b"", headers, framing, length or 0, last)
 
 
 class Upstream:
@@ -2651,32 +2575,27 @@ class Upstream:
 
     __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
 
-    def __init__(self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str]) -> None:
+    def __init__(self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any) -> None:
         self.url, host = url, url.hostname or ""
         # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1 only. With TLS
         # the name stays: the certificate has it.
         several = host == "localhost" and url.scheme == "http"
         hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        fault: OSError | None = None
+        faults = []
         for name in dict.fromkeys(hosts):
-            kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-            connection = kind(name, url.port, timeout=timeout)
+            connection = http_connection(url, timeout, name, tls)
             try:
                 connection.connect()
             except OSError as error:
-                fault = fault or error
+                faults.append(error)
                 connection.close()
                 continue
             last_good[host] = name
             self.wire = Wire(connection.sock)
-            self.expires = 0.0
+            self.expires = 0.0  # on the monotonic clock; 0: not used yet
             self.begin("")
             return
-        raise fault or OSError("no address")
-
-    def fresh(self) -> bool:
-        """Whether an idle connection may carry another request: not too old, and the server has not closed it."""
-        return time.monotonic() < self.expires and not self.wire.buf and not readable(self.wire.sock, 0)
+        raise faults[0]
 
     def begin(self, method: str) -> None:
         """A new request. It is `dirty` until it was sent whole."""
@@ -2700,7 +2619,7 @@ class Upstream:
         return self.response
 
     def answered(self) -> bool:
-        """Read what is there: whether the final answer has begun, or the connection has ended."""
+        """Read what is there: whether the final answer's head has come, or the connection has ended."""
         try:
             data = self.wire.sock.recv(65536)
         except AGAIN:
@@ -2708,9 +2627,7 @@ class Upstream:
         except OSError:
             return True
         self.wire.buf += data
-        if self.head() or not data or len(self.wire.buf) > HEAD_LIMIT:
-            return True
-        return bytes(self.wire.buf[9:10]) not in (b"", b"1")  # the first digit of the status
+        return self.head() is not None or not data or len(self.wire.buf) > HEAD_LIMIT
 
 
 class Pool:
@@ -2721,19 +2638,19 @@ class Pool:
         self.idle: list[Upstream] = []
 
     def take(self) -> Upstream | None:
-        while True:
-            with self.lock:
-                if not self.idle:
-                    return None
-                upstream = self.idle.pop()
-            if upstream.fresh():
-                return upstream
-            upstream.wire.close()
+        """The newest; the caller must see whether the server has closed it."""
+        with self.lock:
+            upstream = self.idle.pop() if self.idle else None
+        if upstream is None or time.monotonic() < upstream.expires:
+            return upstream
+        upstream.wire.close()
+        return None
 
     def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says (Keep-Alive: timeout)."""
-        hint = re.search(rb"timeout=(\d{1,6})", b",".join(response.headers.all(b"keep-alive")))
-        seconds = min(REUSE_SECONDS, int(hint[1]) - 1.0) if hint else REUSE_SECONDS
+        seconds = REUSE_SECONDS
+        if told := KEPT_FOR.search(b",".join(response.headers.all(b"keep-alive"))):
+            seconds = min(seconds, int(told[1]) - 1.0)
         if response.last or seconds <= 0 or upstream.dirty or upstream.wire.buf:
             upstream.wire.close()
             return
@@ -2753,60 +2670,47 @@ class Pool:
 
 
 class Tap:
-    """Keeps the first and the last bytes of an answer as it passes, to read the usage from. Costs one append an event."""
+    """Keeps the first and the last bytes of an answer as it passes, to read the usage from."""
 
-    __slots__ = ("chunked", "first", "recent", "size", "total")
+    __slots__ = ("first", "last")
 
-    def __init__(self, chunked: bool) -> None:
-        self.chunked, self.total, self.size = chunked, 0, 0
-        self.first = bytearray()
-        self.recent: collections.deque[tuple[int, str, bytes, bytes]] = collections.deque()
+    def __init__(self) -> None:
+        self.first, self.last = b"", bytearray()
 
-    def add(self, data: bytes, chunks: Chunks | None) -> None:
-        """`chunks` is the state before `data`."""
-        length = len(data)
-        if self.total < TAP_BYTES // 4:
-            self.first += data
-        self.total += length
-        self.size += length
-        self.recent.append((chunks.left, chunks.state, chunks.line, data) if chunks else (0, "", b"", data))
-        while self.size > TAP_BYTES and self.size - len(self.recent[0][3]) >= TAP_BYTES:
-            self.size -= len(self.recent.popleft()[3])
+    def add(self, data: bytes) -> None:
+        self.last += data
+        if len(self.last) > 2 * TAP_BYTES:
+            self.first = self.first or bytes(self.last[: TAP_BYTES // 4])
+            del self.last[:-TAP_BYTES]
 
     def windows(self) -> tuple[bytes, bytes]:
-        """Payload at the start and at the end of the answer."""
-        if not self.recent:
-            return b"", b""
-        if not self.chunked:
-            whole = self.total == len(self.first)
-            return bytes(self.first), b"" if whole else b"".join(entry[3] for entry in self.recent)
-        found = []
-        tail = b"".join(entry[3] for entry in self.recent)
-        for chunks, data in ((Chunks(), bytes(self.first)), (Chunks(*self.recent[0][:3]), tail)):
-            out: list[bytes] = []
-            with contextlib.suppress(BadHead):
-                chunks.feed(data, out)
-            found.append(b"".join(out))
-            if self.total == len(self.first):
-                return found[0], b""  # all of it is there
-        return found[0], found[1]
+        """The start and the end of the answer; a short one whole, and b''."""
+        return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
+
+
+ERROR_KINDS = {
+    400: "invalid_request_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object in the style of the dialect's API, so that SDKs raise what their users know."""
     dialect, _ = dialect_of(path)
-    kind = {400: "invalid_request_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-            429: "rate_limit_error", 503: "overloaded_error"}.get(status, "invalid_request_error" if status < 500 else "api_error")  # fmt: skip
+    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
-class Relay(BaseHTTPRequestHandler):
+class Relay(socketserver.BaseRequestHandler):
     """One client connection: reads requests, forwards them, relays the answers."""
 
     server: Server
-    wire: Wire
 
     # --- the life of a connection -----------------------------------------------------------------------------------
 
@@ -2815,89 +2719,89 @@ class Relay(BaseHTTPRequestHandler):
         self.wire = Wire(self.request)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.close_connection = False
-        self.served = 0
-        self.linger = False
+        self.linger = False  # the client is still sending
         self.abort = False
 
     def handle(self) -> None:
+        seconds = self.proxy.config.header_timeout
         while not self.close_connection and not self.proxy.stopping:
-            self.handle_one_request()
+            self.handle_request(seconds)
+            seconds = KEEP_IDLE
 
     def finish(self) -> None:
         """Close. Unread bytes of the client would turn that into a reset, and its answer would be lost (RFC 9112 9.6)."""
         if not self.abort:
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_WR)
-                until = time.monotonic() + (LINGER if self.linger else 0)
-                while readable(self.request, max(0.0, until - time.monotonic())) and self.request.recv(65536):
-                    if time.monotonic() > until + LINGER:
-                        break
+                until = time.monotonic() + 2 * LINGER
+                while self.wire.read(LINGER if self.linger else 0.0) and time.monotonic() < until:
+                    pass
         self.wire.close(self.abort)
 
-    def handle_one_request(self) -> None:
-        path = "/"
+    def handle_request(self, seconds: float) -> None:
+        """Serve the next request, if one begins within `seconds`."""
+        self.method, self.path = "", "/"
         try:
-            request = self.read_head()
+            request = self.read_head(seconds)
             if request is None:
                 self.close_connection = True
                 return
-            path = request.path
+            self.path = request.path
             self.close_connection = not request.keep_alive()
-            self.server.busy(self, True)
+            self.server.busy.add(self.request)
             self.serve(request)
         except Refused as refused:
             self.close_connection = self.linger = True
-            body = error_body(path, refused.status, str(refused))
             with contextlib.suppress(OSError):
-                self.respond(refused.status, body, refused.headers)
+                self.respond(refused.status, error_body(self.path, refused.status, str(refused)))
             self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
         except BrokenOff as cut:
             self.close_connection = True
-            self.proxy.log.warning("%s %s | answer cut: %s", self.command, printable(path), cut)
+            self.proxy.log.warning("%s %s | answer cut: %s", self.method, printable(self.path), cut)
         except (ClientGone, OSError):
             self.close_connection = True
         finally:
-            self.server.busy(self, False)
+            self.server.busy.discard(self.request)
 
-    def read_head(self) -> Request | None:
+    def read_head(self, seconds: float) -> Request | None:
         """The next request's head; None when the client has no more."""
-        self.command, wire, begun = "", self.wire, 0.0
-        limit = self.proxy.config.header_timeout
-        idle = time.monotonic() + (KEEP_IDLE if self.served else limit)
-        self.served += 1
+        wire, begun = self.wire, False
+        until = time.monotonic() + seconds
         while True:
             while wire.buf[:2] == b"\r\n" or wire.buf[:1] == b"\n":  # RFC 9112 section 2.2
-                del wire.buf[: 1 if wire.buf[:1] == b"\n" else 2]
-            if wire.buf:
-                begun = begun or time.monotonic()
+                del wire.buf[: wire.buf.index(b"\n") + 1]
+            if wire.buf and wire.buf != b"\r":
+                if not begun:
+                    begun, until = True, time.monotonic() + self.proxy.config.header_timeout
                 head = split_head(wire.buf)
                 if head is not None and head[2] <= HEAD_LIMIT:
                     del wire.buf[: head[2]]
-                    request = parse_request(head[0], head[1])
-                    self.command = request.method
-                    return request
+                    words = head[0].decode("latin-1").split(" ")
+                    self.method, self.path = words[0], words[1] if words[1:] else "/"  # how to word an error
+                    return parse_request(head[0], head[1])
                 if len(wire.buf) > HEAD_LIMIT:
                     raise Refused(431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414, "The request's head is too long.")
                 if not TOKEN_BYTES.match(wire.buf):
                     raise Refused(400, "This is not HTTP; the address may need http:// instead of https://.")
             try:
-                if not wire.fill((begun + limit if begun else idle) - time.monotonic()):
-                    return None
+                data = wire.read(until - time.monotonic())
             except TimeoutError:
                 if begun:
                     raise Refused(408, "The request's head took too long.") from None
                 return None
+            if not data:
+                return None
+            wire.buf += data
 
-    def respond(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "application/json") -> None:
+    def respond(self, status: int, body: bytes, headers: Headers = [], kind: str = "application/json") -> None:  # noqa: B006
         """An answer of the proxy's own, in one write."""
-        reason = self.responses.get(status, ("", ""))[0]
-        lines = [b"HTTP/1.1 %d %s" % (status, str(reason).encode()), b"Content-Type: " + kind.encode()]
-        lines += [b"Content-Length: %d" % len(body), b"Cache-Control: no-store"]
+        lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
+        lines += [b"Content-Type: " + kind.encode(), b"Content-Length: %d" % len(body), b"Cache-Control: no-store"]
         lines += [name + b": " + value for name, value in headers or []]
         if self.close_connection:
             lines.append(b"Connection: close")
         head = b"\r\n".join(lines) + b"\r\n\r\n"
-        self.wire.send(head if self.command == "HEAD" else head + body)
+        self.wire.send(head if self.method == "HEAD" else head + body)
 
     # --- one request ------------------------------------------------------------------------------------------------
 
@@ -2906,8 +2810,7 @@ class Relay(BaseHTTPRequestHandler):
         path = request.path.split("?", 1)[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
             self.read_body(request)
-            answer = self.proxy.pages.answer(request, self.client_address[0])
-            self.respond(*answer)
+            self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         dialect, counting = dialect_of(path)
         exchange = Exchange(request, dialect, counting)
@@ -2920,11 +2823,13 @@ class Relay(BaseHTTPRequestHandler):
                 else:
                     exchange.report.note = "compressed"
                     exchange.forwarded = exchange.received
-            elif request.headers.all(b"transfer-encoding"):
+            elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
+            else:
+                self.check_length(request.length or 0)
             self.forward(exchange)
-        except (ClientGone, ConnectionError) as error:
-            exchange.fault = exchange.fault or "client left"
+        except (ClientGone, OSError) as error:
+            exchange.fault = "client left"
             raise ClientGone from error
         except Refused as refused:
             exchange.status, exchange.fault = refused.status, str(refused)
@@ -2942,122 +2847,110 @@ class Relay(BaseHTTPRequestHandler):
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             raise Refused(403, f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.")
 
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, f"The body has {length} bytes or more; MAX_BODY_MB allows {limit}.")
+
     def read_body(self, request: Request) -> bytes | bytearray:
         """The whole body, within MAX_BODY_MB."""
-        limit = self.proxy.config.max_body_mb << 20
-        length = body_length(request.headers)
-        if length is not None and length > limit:
-            raise Refused(413, f"The body has {length} bytes; MAX_BODY_MB allows {limit}.")
-        chunks = Chunks() if request.headers.all(b"transfer-encoding") else None
-        if chunks is None and not length:
+        length = request.length or 0
+        self.check_length(length)
+        if not length and not request.chunked:
             return b""
         self.expect(request)
-        if chunks is None:
-            body = bytearray(self.wire.buf[:length])
-            del self.wire.buf[:length]
-            while len(body) < (length or 0):
-                body += self.receive(min(1 << 20, (length or 0) - len(body)))
+        if not request.chunked:
+            body = bytearray(self.wire.take(length))
+            while (missing := length - len(body)) > 0:
+                body += self.receive(min(1 << 20, missing))
             return body
-        body, out = bytearray(), list[bytes]()
+        body, chunks = bytearray(), Chunks()
         while not chunks.done:
-            if not self.wire.buf:
-                self.wire.buf += self.receive(65536)
+            data, out = self.wire.take() or self.receive(65536), list[bytes]()
             try:
-                used = chunks.feed(bytes(self.wire.buf), out)
+                used = chunks.feed(data, out)
             except BadHead as error:
                 raise Refused(400, f"The chunked body cannot be read: {error}.") from None
-            del self.wire.buf[:used]
+            self.wire.buf += data[used:]
             body += b"".join(out)
-            out.clear()
-            if len(body) + chunks.left > limit:
-                raise Refused(413, f"The body has more bytes than MAX_BODY_MB allows ({limit}).")
+            self.check_length(len(body) + chunks.left)
         return body
 
     def expect(self, request: Request) -> None:
         """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
-        if request.get("expect").lower() == "100-continue" and request.version == b"HTTP/1.1" and not self.wire.buf:
+        if request.get("expect").lower() == "100-continue" and not request.old and not self.wire.buf:
             with contextlib.suppress(OSError):  # it has left: receive() will see that
                 self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def receive(self, size: int, seconds: float | None = None) -> bytes:
+    def receive(self, size: int) -> bytes:
         """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come for a minute."""
-        if not readable(self.request, BODY_IDLE if seconds is None else seconds):
-            raise Refused(408, "No byte of the request's body came for a minute.")
-        with contextlib.suppress(OSError):
-            if data := self.wire.read(size):
-                return data
-        raise ClientGone
+        try:
+            data = self.wire.read(BODY_IDLE, size)
+        except TimeoutError:
+            raise Refused(408, "No byte of the request's body came for a minute.") from None
+        except OSError:
+            data = b""
+        if not data:
+            raise ClientGone
+        return data
 
     # --- forwarding -------------------------------------------------------------------------------------------------
 
     def forward(self, exchange: Exchange) -> None:
         """Send the request on and relay the answer. A request is repeated only when it went out on a connection used
         before and nothing came back: the server had closed it (RFC 9112 section 9.3.1)."""
-        request = exchange.request
-        streamed = body_length(request.headers) if exchange.forwarded is None else None
-        if streamed is not None and streamed > self.proxy.config.max_body_mb << 20:
-            raise Refused(
-                413, f"The body has {streamed} bytes; MAX_BODY_MB allows {self.proxy.config.max_body_mb << 20}."
-            )
-        upstream = self.proxy.backend.pool.take() if not streamed else None
+        backend = self.proxy.backend
+        streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
+        upstream = None if streamed else backend.pool.take()
         if upstream is not None:
-            try:
+            with contextlib.suppress(Stale):
                 self.relay(exchange, upstream, self.exchange_heads(exchange, upstream, 0))
                 return
-            except Stale:
-                pass
-        upstream = self.connect()
         try:
-            response = self.exchange_heads(exchange, upstream, streamed or 0)
-        except Stale:
-            self.proxy.backend.lost()
-            name = self.proxy.backend.name()
-            raise Refused(
-                502, f"The model server at {name} closed the connection without an answer; its log may say why."
-            ) from None
-        self.relay(exchange, upstream, response)
-
-    def connect(self) -> Upstream:
-        backend = self.proxy.backend
-        try:
-            return backend.connect()
+            upstream = backend.connect()
         except OSError as error:
             backend.lost()
-            message = (
-                f"The model server at {backend.name()} cannot be reached ({error}). Is it running, and is BACKEND_URL"
-                " right? llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
-            )
-            raise Refused(504 if isinstance(error, TimeoutError) else 502, message) from None
+            status = 504 if isinstance(error, TimeoutError) else 502
+            message = f"cannot be reached ({error}). Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
+            raise Refused(status, f"The model server at {backend.name()} {message}") from None
+        try:
+            response = self.exchange_heads(exchange, upstream, streamed)
+        except Stale:
+            backend.lost()
+            message = "closed the connection without an answer; its log may say why."
+            raise Refused(502, f"The model server at {backend.name()} {message}") from None
+        self.relay(exchange, upstream, response)
 
     def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
         """The head as it goes upstream: line, Host, the client's own headers in order, and the body's length."""
         request = exchange.request
-        drop = (b"host", b"expect", b"content-length", b"x-kvproxy-conversation")
         lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
         lines.append(b"Host: " + url.netloc.encode())
-        lines += [name + b": " + value for name, value in end_to_end(request.headers, *drop)]
+        lines += end_to_end(request.headers, WRITTEN_ANEW)
         if exchange.trace.conversation:
             lines.append(b"X-KVProxy-Conversation: " + exchange.trace.conversation.encode())
-        length = body_length(request.headers) if exchange.forwarded is None else len(exchange.forwarded)
-        if length or request.headers.all(b"content-length") or request.headers.all(b"transfer-encoding"):
+        if request.chunked or request.length is not None:
+            length = request.length if exchange.forwarded is None else len(exchange.forwarded)
             lines.append(b"Content-Length: %d" % (length or 0))
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head. Raises Stale when the connection turns out to be closed."""
-        upstream.begin(exchange.request.method)
+        """Send a request and read the answer's head; `streamed`: bytes of the body that come from the client as they
+        are sent. Raises Stale when the connection turns out to be closed."""
         try:
-            pair = exchange.pair = Pair(self.request, upstream.wire.sock)
-            pair.wait(0, body=streamed > 0)  # the client may have left while the connection was made
+            pair = self.pair = Pair(self.request, upstream.wire.sock)
+            if pair.wait(0, body=streamed > 0) == "read" and upstream.expires:  # what an idle connection has is its end
+                raise Stale
+            upstream.begin(exchange.request.method)
             head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
             try:
                 if len(body) < 65536:
-                    whole = self.send(upstream, pair, head + body)
+                    whole = self.send(upstream, head + body)
                 else:
-                    whole = self.send(upstream, pair, head) and self.send(upstream, pair, body)
+                    whole = self.send(upstream, head) and self.send(upstream, body)
                 if streamed and whole:
                     self.expect(exchange.request)
-                    whole = self.stream_body(upstream, pair, streamed)
+                    whole = self.stream_body(upstream, streamed)
                 upstream.dirty = not whole
             except TimeoutError:
                 raise Refused(504, "The model server does not take the request's body.") from None
@@ -3066,59 +2959,60 @@ class Relay(BaseHTTPRequestHandler):
             if streamed and upstream.dirty:  # what is left of the body must not be taken for the next request
                 self.close_connection = self.linger = True
             exchange.sent = time.monotonic()
-            return self.response_head(exchange, upstream, pair)
+            return self.response_head(exchange, upstream)
         except BaseException:
             upstream.wire.close()
             raise
 
-    def send(self, upstream: Upstream, pair: Pair, data: bytes | bytearray) -> bool:
+    def send(self, upstream: Upstream, data: bytes | bytearray) -> bool:
         """Send upstream; False when the server answered before it had read everything."""
         view, at = memoryview(data), 0
         while True:
-            with contextlib.suppress(*AGAIN):
-                at += pair.upstream.send(view[at : at + (1 << 20)])
+            try:
+                at += upstream.wire.sock.send(view[at:])
+            except AGAIN:
+                pass
             if at == len(view):
                 return True
-            state = pair.wait(self.proxy.config.read_timeout, writing=True)
+            state = self.pair.wait_to_write(self.proxy.config.read_timeout)
             if state == "timeout":
                 raise TimeoutError
             if state == "read" and upstream.answered():
                 return False
 
-    def stream_body(self, upstream: Upstream, pair: Pair, length: int) -> bool:
+    def stream_body(self, upstream: Upstream, length: int) -> bool:
         """Pass a body on as it comes; False when the server answered before it had read everything."""
         while length > 0:
-            data = bytes(self.wire.buf[:length])
-            del self.wire.buf[: len(data)]
+            data = self.wire.take(length)
             if not data:
-                pair.watch()
-                state = pair.wait(BODY_IDLE, body=True)
+                self.pair.watch()
+                state = self.pair.wait(BODY_IDLE, body=True)
                 if state == "read":
                     if upstream.answered():
                         return False
                     continue
-                data = self.receive(min(1 << 18, length), 0)
+                data = self.receive(min(1 << 18, length))
             length -= len(data)
-            if not self.send(upstream, pair, data):
+            if not self.send(upstream, data):
                 return False
-        pair.watch()
+        self.pair.watch()
         return True
 
-    def response_head(self, exchange: Exchange, upstream: Upstream, pair: Pair) -> Response:
+    def response_head(self, exchange: Exchange, upstream: Upstream) -> Response:
         """The final answer's head. Raises Stale when the server closes the connection without a byte of one."""
-        wire, config = upstream.wire, self.proxy.config
+        wire, pair, timeout = upstream.wire, self.pair, self.proxy.config.read_timeout
         while (response := upstream.head()) is None:
             if len(wire.buf) > HEAD_LIMIT:
                 raise Refused(502, "The model server's answer has an endless head.")
             try:
-                data = pair.read(min(QUIET_SECONDS, config.read_timeout))
+                data = pair.read(min(QUIET_SECONDS, timeout))
                 if data is None:
                     self.proxy.quiet(exchange)
-                    data = pair.read(config.read_timeout)
+                    data = pair.read(timeout)
             except OSError:
                 data = b""
             if data is None:
-                raise Refused(504, f"The model server sent nothing for {config.read_timeout:g} s (READ_TIMEOUT).")
+                raise Refused(504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT).")
             if not data and (wire.buf or upstream.interim):  # then the request is not repeated: it may have been run
                 raise Refused(502, "The model server closed the connection in the head of its answer.")
             if not data:
@@ -3130,100 +3024,83 @@ class Relay(BaseHTTPRequestHandler):
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks off."""
-        exchange.status = response.status
-        exchange.begun = time.monotonic()
-        old = exchange.request.version == b"HTTP/1.0"
+        exchange.status, exchange.begun = response.status, time.monotonic()
+        framing, old = response.framing, exchange.request.old
         self.close_connection = self.close_connection or old or self.proxy.stopping
-        headers = end_to_end(response.headers)
-        if response.framing in ("chunked", "close") and not old:
-            headers.append((b"Transfer-Encoding", b"chunked"))
-        headers += self.proxy.diagnosis(exchange)
+        lines = [b"HTTP/1.1 %d %s" % (response.status, response.reason)]
+        lines += end_to_end(response.headers, CHUNKED_DROPS if framing == "chunked" else HOP_BY_HOP)
+        if framing in ("chunked", "close") and not old:
+            lines.append(b"Transfer-Encoding: chunked")
+        lines += self.proxy.diagnosis(exchange)
         if self.close_connection:
-            headers.append((b"Connection", b"close"))
-        lines = [b"HTTP/1.1 %d %s" % (response.status, response.reason), *(k + b": " + v for k, v in headers)]
-        exchange.tap = Tap(response.framing == "chunked")
-        whole = False
+            lines.append(b"Connection: close")
+        exchange.tap = Tap()
         try:
-            self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n", old)
-            whole = True
-        except BrokenOff:
+            self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
+        except BaseException as fault:
+            upstream.wire.close()
             # Without framing a plain close looks like the end; RST does not (and a chunked client lacks its last chunk).
-            self.abort = old and response.framing != "length"
+            self.abort = isinstance(fault, BrokenOff) and old and framing != "length"
             raise
-        except TimeoutError:
-            raise ClientGone from None
-        finally:
-            if whole and response.framing != "close":
-                self.proxy.backend.pool.give(upstream, response)
-            else:
-                upstream.wire.close()
+        self.proxy.backend.pool.give(upstream, response)
 
-    def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes, old: bool) -> None:
-        wire, client, pair, tap = upstream.wire, self.wire, exchange.pair, exchange.tap
-        assert pair is not None and tap is not None
-        timeout, framing, left = self.proxy.config.read_timeout, response.framing, response.length
-        chunks = Chunks() if framing == "chunked" else None
-        encoded = bool(response.headers.all(b"content-encoding"))
-        if framing == "none" or (framing == "length" and not left):
-            client.send(head)
+    def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
+        """Send the client an answer's head and body. Raises Refused while nothing was sent, BrokenOff after that."""
+        wire, send, wait, recv = upstream.wire, self.wire.send, self.pair.wait, upstream.wire.sock.recv
+        timeout, old, left = self.proxy.config.read_timeout, exchange.request.old, response.length
+        if response.framing == "none" or (response.framing == "length" and not left):
+            send(head)
             return
+        chunks = Chunks() if response.framing == "chunked" else None
+        tap = exchange.tap if not response.headers.all(b"content-encoding") else None
         pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
-
-        def broken(why: str) -> Exception:
-            return Refused(502, f"The model server's answer cannot be passed on: {why}.") if pending else BrokenOff(why)
-
-        more = bool(wire.buf)  # there are bytes to read without waiting, surely or probably
-        while True:
-            try:
-                data = wire.recv() if wire.buf else wire.sock.recv(65536) if more else None
-            except AGAIN:
-                data = None
-            except OSError as error:
-                raise broken(f"the server's connection broke ({error})") from None
-            if data is None:
-                more = True
+        done = False
+        while not done:
+            if wire.buf:
+                data = wire.take()
+            else:
                 if pending:
-                    client.send(pending)
+                    send(pending)
                     pending = b""
-                if pair.wait(timeout) == "timeout":
+                if wait(timeout) == "timeout":
                     raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                continue
-            more = len(data) > 16384
-            if not data:
-                if framing == "close":
-                    client.send(pending + (b"" if old else b"0\r\n\r\n"))
-                    return
-                raise broken("the server closed the connection in the middle of its answer")
-            if not encoded:
-                tap.add(data, chunks)
-            done = False
+                try:
+                    data = recv(65536)
+                except AGAIN:
+                    continue
+                except OSError as error:
+                    raise BrokenOff(f"the server's connection broke ({error})") from None
+                if not data and response.framing != "close":
+                    raise BrokenOff("the server closed the connection in the middle of its answer")
+            payload = data
             if chunks is not None:
-                out: list[bytes] | None = [] if old else None
+                out: list[bytes] = []
                 try:
                     used = chunks.feed(data, out)
                 except BadHead as error:
-                    raise broken(f"the server's chunks cannot be read ({error})") from None
-                wire.buf += data[used:]  # belongs to nobody: the connection will not be used again
-                data = b"".join(out) if out is not None else data if used == len(data) else data[:used]
-                done = chunks.done
-            elif framing == "length":
+                    why = f"the server's chunks cannot be read ({error})"
+                    if pending:
+                        raise Refused(502, f"The model server's answer cannot be passed on: {why}.") from None
+                    raise BrokenOff(why) from None
+                payload, done = b"".join(out), chunks.done
+                if used < len(data):  # belongs to nobody: the connection will not be used again
+                    wire.buf += data[used:]
+                    data = data[:used]
+                if old:
+                    data = payload
+            elif response.framing == "length":
                 wire.buf += data[left:]
-                data = data[:left]
+                payload = data = data[:left]
                 left -= len(data)
                 done = not left
-            elif not old:
-                data = b"%x\r\n%s\r\n" % (len(data), data)
-            client.send(pending + data if pending else data)
+            else:
+                done = not data
+                if not old:
+                    data = b"%x\r\n%s\r\n" % (len(data), data)  # without data: the last chunk
+            if tap is not None:
+                tap.add(payload)
+            send(pending + data if pending else data)
             pending = b""
-            if done:
-                return
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """The base class would print the request line, query and all; Proxy logs instead."""
-
-
-class Stale(Exception):
-    """A kept connection was closed by the server before it answered."""
 
 
 class Exchange:
@@ -3245,7 +3122,6 @@ class Exchange:
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
-        self.pair: Pair | None = None
         self.tap: Tap | None = None
 
 
@@ -3254,6 +3130,8 @@ class Exchange:
 # ======================================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
+USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}  # owned_by in /v1/models -> product
 
 
 class Backend:
@@ -3263,49 +3141,53 @@ class Backend:
         self.config, self.pool = config, Pool()
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.last_good: dict[str, str] = {}
-        self.lost_at = self.looked_at = 0.0
+        self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
+        self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.looking = threading.Lock()
+        self.tls = None  # one for all connections; http.client would build one for each
+        if self.url and self.url.scheme == "https":
+            self.tls = ssl.create_default_context()
+            self.tls.set_alpn_protocols(["http/1.1"])
 
     def name(self) -> str:
-        return self.url.geturl() if self.url else " or ".join(CANDIDATES)
+        url = self.url
+        return url.geturl() if url else " or ".join(CANDIDATES)
 
     def locate(self) -> urllib.parse.SplitResult:
         """The server's URL. Raises OSError when none is set and none answers."""
-        if self.url is None:
+        url = self.url  # read once: lost() in another thread may clear it
+        if url is None:
             with self.looking:
-                if self.url is None and time.monotonic() - self.looked_at > 1:
+                url = self.url
+                if url is None and time.monotonic() >= self.next_look:
                     own = f":{self.config.listen_port}"
-                    found = (url for url in CANDIDATES if not url.endswith(own) and self.looks_like_models(url))
-                    found_url = next(found, None)
-                    self.url = urllib.parse.urlsplit(found_url) if found_url else None
-                    self.looked_at = 0.0 if self.url else time.monotonic()
-        if self.url is None:
+                    others = (urllib.parse.urlsplit(text) for text in CANDIDATES if not text.endswith(own))
+                    self.url = url = next(filter(self.looks_like_models, others), None)
+                    if url is None:  # a candidate that hangs takes a second: the requests that wait share one look
+                        self.next_look = time.monotonic() + 1
+        if url is None:
             raise ConnectionRefusedError("no server answers there")
-        return self.url
+        return url
 
-    def looks_like_models(self, url: str) -> bool:
-        status, value = fetch(urllib.parse.urlsplit(url), "/v1/models", 1.0)
-        return status > 0 and isinstance(value, dict) and any(key in value for key in ("data", "models", "error"))
+    def looks_like_models(self, url: urllib.parse.SplitResult) -> bool:
+        _, answer = fetch(url, "/v1/models", 1.0)
+        return any(key in members(answer) for key in ("data", "models", "error"))
 
     def connect(self) -> Upstream:
         """A new connection. Raises OSError."""
-        return Upstream(self.locate(), self.config.connect_timeout, self.last_good)
+        return Upstream(self.locate(), self.config.connect_timeout, self.last_good, self.tls)
 
     def lost(self) -> None:
         """Note that the server was away."""
         self.lost_at = time.monotonic()
         self.pool.close()
         if not self.config.backend_url:
-            self.url, self.looked_at = None, 0.0
+            self.url = None
 
-    def target(self, target: bytes) -> bytes:
-        """A request target under the server's path prefix. Raises OSError."""
-        return under(self.locate(), target)
     def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
         try:
-            return fetch(self.locate(), self.target(path.encode()).decode(), timeout, self.key)
+            return fetch(self.locate(), path, timeout, self.key)
         except OSError as error:
             return 0, str(error)
 
@@ -3314,28 +3196,24 @@ class Backend:
         found: Json = {}
         status, props = self.ask("/props")
         if status == 200 and isinstance(props, dict) and "error" not in props:  # LM Studio says 200 to any path
-            found["product"] = "llama-server"
-            settings = props.get("default_generation_settings")
-            context = settings.get("n_ctx") if isinstance(settings, dict) else None
-            found.update(build=props.get("build_info"), slots=props.get("total_slots"), context=context)
-            path = props.get("model_path")
-            if isinstance(path, str) and path:
-                found["model"] = re.split(r"[\\/]", path)[-1]
+            context = members(props.get("default_generation_settings")).get("n_ctx")
+            found.update(product="llama-server", build=props.get("build_info"), slots=props.get("total_slots"))
+            found.update(context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1])
         status, models = self.ask("/v1/models")
         if status:
-            found.setdefault("product", "a model server")
-            rows = models.get("data") if isinstance(models, dict) else None
-            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-                found.setdefault("model", rows[0].get("id"))
-                owner = rows[0].get("owned_by")
-                if owner == "llamacpp":
-                    found["product"] = "llama-server"
-                elif found["product"] == "a model server" and isinstance(owner, str):
-                    found["product"] = "LM Studio" if owner == "organization_owner" else f"a server of {owner}"
+            model = members(next(iter(listed(members(models).get("data"))), None))
+            owner = str(model.get("owned_by") or "")
+            found.setdefault("product", OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"))
+            found["model"] = found.get("model") or model.get("id")
         if status not in (0, 200):
             states = {401: "it wants an API key", 403: "it wants another API key", 503: "it is loading its model"}
             found["state"] = states.get(status, f"it answers {status} to /v1/models")
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def members(value: Any) -> Json:
+    """The members of a JSON object; none of any other value."""
+    return value if isinstance(value, dict) else {}
 
 
 def described(found: Json) -> str:
@@ -3343,9 +3221,14 @@ def described(found: Json) -> str:
     return ", ".join(f"{value}" if key in ("product", "state") else f"{key} {value}" for key, value in found.items())
 
 
-def http_connection(url: urllib.parse.SplitResult, timeout: float) -> http.client.HTTPConnection:
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    return kind(url.hostname or "", url.port, timeout=timeout)
+def http_connection(
+    url: urllib.parse.SplitResult, timeout: float, host: str = "", tls: Any = None
+) -> http.client.HTTPConnection:
+    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms to build."""
+    host = host or url.hostname or ""
+    if url.scheme == "https":
+        return http.client.HTTPSConnection(host, url.port, timeout=timeout, context=tls)
+    return http.client.HTTPConnection(host, url.port, timeout=timeout)
 
 
 def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
@@ -3358,24 +3241,25 @@ def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
     return prefix + target
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def fetch(url: urllib.parse.SplitResult, path: str, timeout: float, key: str = "") -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET; (0, reason) when it fails."""
-    connection = http_connection(url, timeout)
+    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it fails."""
     try:
-        headers = {"Connection": "close", **({"Authorization": f"Bearer {key}"} if key else {})}
-        connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
-        text = response.read(1 << 20).decode("utf-8", "replace")
+        with contextlib.closing(http_connection(url, timeout)) as connection:
+            connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
+            response = connection.getresponse()
+            text = response.read(1 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
-    finally:
-        connection.close()
     with contextlib.suppress(ValueError, RecursionError):
         return response.status, json.loads(text)
     return response.status, text
 
 
-class Server(socketserver.ThreadingMixIn, HTTPServer):
+class Server(socketserver.ThreadingTCPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
     daemon_threads = True
@@ -3385,8 +3269,8 @@ class Server(socketserver.ThreadingMixIn, HTTPServer):
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.open: dict[socket.socket, bool] = {}  # connection -> a request is being served
-        self.guard = threading.Lock()
+        self.open: set[socket.socket] = set()  # add, discard, list() and len() need no lock
+        self.busy: set[socket.socket] = set()  # those with a request being served
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -3395,7 +3279,7 @@ class Server(socketserver.ThreadingMixIn, HTTPServer):
     def server_bind(self) -> None:
         if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks DNS for the host's name, which can take seconds
+        super().server_bind()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -3410,47 +3294,36 @@ class Server(socketserver.ThreadingMixIn, HTTPServer):
         self.proxy.backend.pool.close(time.monotonic())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self.guard:
-            full = len(self.open) >= self.proxy.config.max_connections
-            if not full:
-                self.open[request] = False
-        if not full:
+        if len(self.open) < self.proxy.config.max_connections:
+            self.open.add(request)
             try:
                 super().process_request(request, client_address)
                 return
             except RuntimeError:  # can't start new thread
-                with self.guard:
-                    self.open.pop(request, None)
+                self.open.discard(request)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         with contextlib.suppress(OSError):
             request.settimeout(1)
             request.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             request.shutdown(socket.SHUT_WR)
-            if readable(request, 0.2):
-                request.recv(65536)
+            request.settimeout(0.2)  # unread bytes would turn the close into a reset, and the answer would be lost
+            request.recv(65536)
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self.guard:
-                self.open.pop(request, None)
-
-    def busy(self, relay: Relay, value: bool) -> None:
-        with self.guard:
-            if relay.request in self.open:
-                self.open[relay.request] = value
+            self.open.discard(request)
 
     def hang_up(self, everything: bool) -> int:
         """End idle connections, or all; returns how many are still busy."""
-        with self.guard:
-            for connection, busy in self.open.items():
-                if everything or not busy:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-            return sum(self.open.values())
+        for connection in list(self.open):
+            if everything or connection not in self.busy:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        return len(self.busy)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
@@ -3500,56 +3373,54 @@ class Proxy:
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
         """Take no more connections, let answers end for `grace` seconds, then close everything."""
         with self.life:
-            self.end(grace)
-
-    def end(self, grace: float) -> None:
-        server, self.server = self.server, None
-        if server is None:
-            return
-        self.stopping = True
-        self.warmup.stop()
-        with contextlib.suppress(OSError):
-            server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it, on Linux
-        server.shutdown()
-        server.server_close()
-        until = time.monotonic() + grace
-        while server.hang_up(False) and time.monotonic() < until:
-            time.sleep(0.02)
-        server.hang_up(True)
-        until = time.monotonic() + 2
-        while server.open and time.monotonic() < until:
-            time.sleep(0.005)
-        self.thread.join(5)
-        self.backend.pool.close()
-        self.capture.close()
+            server, self.server = self.server, None
+            if server is None:
+                return
+            self.stopping = True
+            self.warmup.stop()
+            with contextlib.suppress(OSError):
+                server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it, on Linux
+            server.shutdown()
+            server.server_close()
+            until = time.monotonic() + grace
+            while server.hang_up(False) and time.monotonic() < until:
+                time.sleep(0.02)
+            server.hang_up(True)
+            until = time.monotonic() + 2
+            while server.open and time.monotonic() < until:
+                time.sleep(0.005)
+            self.thread.join(5)
+            self.backend.pool.close()
+            self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop(0 if _[0] else DRAIN_SECONDS)
+    def __exit__(self, fault: object, *_: object) -> None:
+        self.stop(0 if fault else DRAIN_SECONDS)
 
     @property
     def url(self) -> str:
         """http://host:port, with the port that was really taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        host, port = self.server.server_address[:2]
-        name = str(host)
-        shown = "127.0.0.1" if name == "0.0.0.0" else "[::1]" if name == "::" else f"[{name}]" if ":" in name else name
-        return f"http://{shown}:{port}"
+        host, port = str(self.server.server_address[0]), self.server.server_address[1]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot hold, or a set one."""
-        if host not in self.hosts:
-            remember(self.hosts, host, self.can_be_ours(host))
-        return self.hosts.get(host, False)
+        known = self.hosts.get(host)
+        if known is None:
+            known = self.can_be_ours(host)
+            remember(self.hosts, host, known)
+        return known
 
     def can_be_ours(self, host: str) -> bool:
         name = ""
         with contextlib.suppress(ValueError):
-            name = urllib.parse.urlsplit("//" + host).hostname or "" if not re.search(r"[@/?#\\]", host) else ""
-            ipaddress.ip_address(name.strip("[]"))
+            name = (not re.search(r"[@/?#\\]", host) and urllib.parse.urlsplit("//" + host).hostname) or ""
+            ipaddress.ip_address(name)
             return True
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         return bool(name) and ("." not in name or name.endswith(private) or name in self.allowed)
@@ -3570,19 +3441,19 @@ class Proxy:
             self.log.exception("a body could not be edited and was forwarded as it came")
 
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
-        config, dialect, report = self.config, exchange.dialect, exchange.report
+        dialect, report = exchange.dialect, exchange.report
         assert dialect is not None
-        if len(raw) > 65536 and config.scrub and dialect.edited and config.replay and self.is_clean(exchange, raw):
+        scrubs = self.config.scrub and dialect.edited
+        replays = scrubs and self.config.replay
+        if replays and len(raw) > 65536 and self.is_clean(exchange, raw):
             exchange.deferred = True
             return
-        view = view_of(parse(raw), dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
+        view = readable_view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
         report.items = len(view.turns)
-        if config.scrub and dialect.edited:
+        if scrubs:
             self.scrubber.apply(view, report)
-        if config.scrub and dialect.edited and config.replay:
+        if replays:
             lifted = lift(view, self.replay)
             exchange.trace = self.replay.apply(view, lifted, report, raw, learn=not exchange.counting)
             report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
@@ -3645,19 +3516,16 @@ class Proxy:
         raw, dialect = exchange.received, exchange.dialect
         assert raw is not None and dialect is not None
         try:
-            view = view_of(parse(raw), dialect)
+            view = readable_view(raw, dialect)
         except Unreadable as error:
             exchange.report.note = str(error)
-            return
-        if view is None:
-            exchange.report.note = "unknown shape"
             return
         exchange.report.items = len(view.turns)
         exchange.trace = self.replay.apply(view, [], Report(), raw)
         exchange.view = view
 
-    def diagnosis(self, exchange: Exchange) -> Headers:
-        """The response headers for a request that has X-Cache-Diagnostic: true."""
+    def diagnosis(self, exchange: Exchange) -> list[bytes]:
+        """The response header lines for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
             return []
         self.quiet(exchange)
@@ -3668,7 +3536,7 @@ class Proxy:
         fields = [("Removed", told), ("Replayed", str(report.replayed))]
         if verdict is not None:
             fields += [("Prefix", f"{verdict.share:.3f}"), ("Verdict", verdict.name)]
-        return [(b"X-KVProxy-" + name.encode(), value.encode()) for name, value in fields]
+        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields]
 
     def busy(self, change: int) -> None:
         with self.guard:
@@ -3686,18 +3554,17 @@ class Proxy:
                 self.quiet(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            if exchange.tap is not None and exchange.dialect is not None:
-                first, last = exchange.tap.windows()
-                exchange.usage = usage_of(*filter(None, (first, last))) if exchange.status == 200 else Usage()
+            answered = exchange.status == 200
+            tap, exchange.tap = exchange.tap, None
+            first, last = tap.windows() if tap is not None and answered and exchange.dialect is not None else (b"", b"")
+            exchange.usage = usage_of(first, last)
             if exchange.trace.newest:
-                answered = exchange.tap is not None and exchange.status == 200
                 self.replay.answered(exchange.trace, hint_of(first) if answered else None)
-            exchange.tap = exchange.pair = None
             verdict = exchange.verdict
-            if verdict is not None and exchange.status == 200:
+            if verdict is not None and answered:
                 settle(verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
-            elif exchange.status != 200:
+            elif not answered:
                 exchange.verdict = None
             exchange.view = None
             exchange.trace.newest = []
@@ -3716,6 +3583,13 @@ class Proxy:
             self.log.info("    %s", line)
         if warning:
             self.log.warning("%s", warning)
+
+
+def readable_view(raw: bytes | bytearray, dialect: Dialect) -> View:
+    view = view_of(parse(raw), dialect)
+    if view is None:
+        raise Unreadable("unknown shape")
+    return view
 
 
 def is_loopback(host: str) -> bool:
@@ -3739,14 +3613,10 @@ def log_lines(exchange: Exchange) -> list[str]:
     request, report, usage, verdict = exchange.request, exchange.report, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        parts += [
-            f"items={report.items}",
-            f"ts_removed={report.ts_removed}",
-            f"msg_ids_removed={report.msg_ids_removed}",
-        ]
-        parts += [f"items_modified={report.items_modified}", f"stream={exchange.stream}"]
-        named = ("billing_removed", "regex_removed", "system_moved", "lifted", "replayed", "dropped", "tools_restored")
-        parts += [f"{name}={count}" for name in named if (count := getattr(report, name))]
+        always = ("items", "ts_removed", "msg_ids_removed", "items_modified")  # the original's line, which scripts read
+        counts = {name: count for name, count in vars(report).items() if name != "note"}
+        parts += [f"{name}={counts.pop(name)}" for name in always]
+        parts += [f"stream={exchange.stream}", *(f"{name}={count}" for name, count in counts.items() if count)]
         if usage.cached is not None and usage.prompt:
             parts.append(f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)")
         elif exchange.status == 200 and not exchange.counting:
@@ -3774,16 +3644,17 @@ class Metrics:
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
-        self.recent: collections.deque[Exchange] = collections.deque(maxlen=max(1, config.keep_requests))
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # of the chart
+        self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
+        self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # time, share, verdict
         self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
         self.rate = 0.0  # their median
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.number, self.kept, self.saved = 0, 0, 0.0
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()  # (label in METRIC_HELP, its value)
+        self.number = self.judged = 0  # of all requests; of those with a verdict
+        self.kept = 0  # bytes of the bodies in `recent`
+        self.saved = 0.0  # seconds
         self.warned = False
         self.since = time.time()
-
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
@@ -3791,25 +3662,24 @@ class Metrics:
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            self.counts["requests", str(exchange.status)] += 1
+            self.counts["status", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
                     if number and name not in ("items", "items_modified", "note"):
-                        self.counts["edits", name] += number
+                        self.counts["kind", name] += number
             if report.note:
-                self.counts["untouched", report.note.split(" (")[0]] += 1
-            if exchange.dialect is None:
-                return ""
-            if self.config.keep_requests:
+                self.counts["reason", report.note.split(" (")[0]] += 1
+            if exchange.dialect is not None and self.config.keep_requests:
                 self.keep(exchange)
             if verdict is None:
                 return ""
-            self.counts["verdicts", verdict.name] += 1
+            self.judged += 1
+            self.counts["verdict", verdict.name] += 1
             if usage.prompt is None or usage.cached is None:
                 return ""
             read = usage.prompt - usage.cached
-            self.counts["tokens", "reused"] += usage.cached
-            self.counts["tokens", "read"] += read
+            self.counts["state", "reused"] += usage.cached
+            self.counts["state", "read"] += read
             ms = usage.prompt_ms
             if ms is None and exchange.stream and exchange.begun:  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
@@ -3824,32 +3694,29 @@ class Metrics:
             self.window.append((usage.cached, usage.prompt, verdict.name))
             return self.warning()
 
-    def verdicts(self) -> int:
-        """How many prompts were judged."""
-        return sum(count for (group, _), count in self.counts.items() if group == "verdicts")
-
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
         total = sum(prompt for _, prompt, _ in self.window)
         return sum(cached for cached, _, _ in self.window) / total if total else None
 
     def warning(self) -> str:
-        rate = self.hit_rate()
-        if rate is None or len(self.window) < 20 or rate >= self.config.warn_reuse:
-            self.warned = self.warned and rate is not None and rate < self.config.warn_reuse
+        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and falls again."""
+        rate, was_low = self.hit_rate(), self.warned
+        low = rate is not None and rate < self.config.warn_reuse
+        self.warned = low and (was_low or len(self.window) == 20)
+        if rate is None or was_low or not self.warned:
             return ""
-        if self.warned:
-            return ""
-        self.warned = True
         return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
 
     def cause(self) -> str:
         """The most frequent reason why the requests of the window were not reused."""
-        causes = collections.Counter(name for _, _, name in self.window if name != "extended")
-        name, count = causes.most_common(1)[0] if causes else ("extended", len(self.window))
-        return f"most often ({count} of {len(self.window)}): {name}, {VERDICTS[name]}"
+        names = [name for _, _, name in self.window]
+        name, count = collections.Counter([name for name in names if name != "extended"] or names).most_common(1)[0]
+        return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
+        """Keep a request for the page; the bodies of the oldest are let go when all take too much memory."""
+
         def size(one: Exchange) -> int:
             return len(one.received or b"") + (0 if one.forwarded is one.received else len(one.forwarded or b""))
 
@@ -3871,7 +3738,7 @@ class Capture:
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
-        self.guard = threading.Lock()
+        self.guard = threading.RLock()  # close() takes it within write()
         self.file: Any = None
         self.size = 0
 
@@ -3886,9 +3753,10 @@ class Capture:
             except OSError as error:
                 self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
                 self.path = ""
-                self.shut()
+                self.close()
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
+        """The row of a request: its body as JSON if that loses nothing, else as text."""
         request = exchange.request
         row: Json = {
             "method": request.method,
@@ -3904,41 +3772,33 @@ class Capture:
             "verdict": exchange.verdict.name if exchange.verdict else None,
         }
         with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": json.loads(received)}, separators=(",", ":"))
+            return json.dumps({**row, "body": parse(received)}, separators=(",", ":"))
         return json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
 
     def without_secrets(self, path: str) -> str:
         """A request path whose query names keys but does not tell them."""
-        place, mark, query = path.partition("?")
-        pairs = [pair.partition("=") for pair in query.split("&")]
-        told = [
-            name + equals + ("***" if self.SECRET.search(urllib.parse.unquote(name)) else value)
-            for name, equals, value in pairs
-        ]
-        return place + mark + "&".join(told)
+
+        def told(pair: re.Match[str]) -> str:
+            return f"{pair[1]}=***" if self.SECRET.search(urllib.parse.unquote(pair[1])) else pair[0]
+
+        return re.sub(r"(?<=[?&])([^=&]*)=[^&]*", told, path)
 
     def append(self, line: str) -> None:
-        if self.file is not None and self.size + len(line) > self.limit:
-            self.shut()
-            os.replace(self.path, self.path + ".1")
-        if self.file is None:
+        while self.file is None or (self.size and self.size + len(line) > self.limit):
+            if self.file is not None:
+                self.close()
+                os.replace(self.path, self.path + ".1")
             self.file = open_private(self.path, os.O_APPEND)
             self.size = os.fstat(self.file.fileno()).st_size
-            if self.size and self.size + len(line) > self.limit:
-                return self.append(line)
         self.file.write(line)
         self.file.flush()
         self.size += len(line)
 
-    def shut(self) -> None:
-        file, self.file = self.file, None
-        with contextlib.suppress(OSError):
+    def close(self) -> None:
+        with self.guard, contextlib.suppress(OSError):
+            file, self.file = self.file, None
             if file is not None:
                 file.close()
-
-    def close(self) -> None:
-        with self.guard:
-            self.shut()
 
 
 def open_private(path: str, flag: int) -> Any:
@@ -3960,9 +3820,9 @@ class Warmup:
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
-        self.heads: collections.OrderedDict[str, Json] = collections.OrderedDict()  # newest last
-        self.guard, self.writing = threading.Lock(), threading.Lock()
-        self.due: list[str] = []  # keys of heads that the server has yet to read
+        self.heads: dict[str, Json] = {}  # newest last
+        self.due: dict[str, Json] = {}  # those that the server has yet to read
+        self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
         self.current: socket.socket | None = None
@@ -3987,12 +3847,13 @@ class Warmup:
         if self.thread is not None:
             self.thread.join(5)
 
-    # --- the file -----------------------------------------------------------------------------------------------------
+    # --- the heads and their file ---------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that new ones match."""
         if not self.config.warmup_file:
             return
+        replay = self.proxy.replay
         try:
             with open(self.config.warmup_file, encoding="ascii") as file:
                 rows = json.load(file)
@@ -4002,21 +3863,28 @@ class Warmup:
                 if view is None:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    with self.proxy.replay.store.lock:
-                        self.proxy.replay.tools(view, self.proxy.replay.units(view, []), Report(), b"", True)
-                self.heads[key] = row
+                    with replay.store.lock:
+                        replay.tools(view, replay.units(view, []), Report(), b"", True)
+                self.keep(key, row)
         except FileNotFoundError:
-            return
+            pass
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             self.warn(f"WARMUP_FILE={self.config.warmup_file!r} cannot be read and starts anew: {error}")
-        while len(self.heads) > self.config.warmup_heads:
-            self.heads.popitem(last=False)
-        self.due = list(self.heads)
+        self.due = dict(self.heads)
+
+    def keep(self, key: str, head: Json) -> None:
+        """Make a head the newest one; the least recently used one may go."""
+        self.heads.pop(key, None)
+        self.heads[key] = head
+        if len(self.heads) > self.config.warmup_heads:
+            oldest = next(iter(self.heads))
+            del self.heads[oldest]
+            self.due.pop(oldest, None)
 
     def remember(self, exchange: Exchange) -> None:
         """Keep the head (system, tools, model) of a request that was answered."""
         view, verdict = exchange.view, exchange.verdict
-        if not self.enabled() or view is None or verdict is None or verdict.side or exchange.counting:
+        if not self.enabled() or view is None or verdict is None or verdict.side:
             return
         if not view.dialect.edited or not view.system():
             return
@@ -4030,29 +3898,23 @@ class Warmup:
         self.keys = {name: found for name in ("authorization", "x-api-key") if (found := exchange.request.get(name))}
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.heads[key] = {"path": exchange.request.path.split("?")[0], "body": body}
-            self.heads.move_to_end(key)
-            if key in self.due:
-                self.due.remove(key)
-            while len(self.heads) > self.config.warmup_heads:
-                self.heads.popitem(last=False)
-        if key != newest and self.config.warmup_file:
-            self.save()
+            self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.due.pop(key, None)  # the client itself had it read
+            if key != newest and self.config.warmup_file:
+                self.save()
 
     def save(self) -> None:
+        """Write the file, whole or not at all. Called with the guard held."""
         path = self.config.warmup_file
         temporary = f"{path}.{os.getpid()}.tmp"
-        with self.writing:
-            with self.guard:
-                text = json.dumps(self.heads)
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
-                with open_private(temporary, os.O_EXCL) as file:
-                    file.write(text)
-                os.replace(temporary, path)
-            except OSError as error:
-                self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            with open_private(temporary, os.O_EXCL) as file:
+                file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
+            os.replace(temporary, path)
+        except OSError as error:
+            self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
 
     def warn(self, text: str) -> None:
         """Trouble with the file is told once."""
@@ -4084,18 +3946,17 @@ class Warmup:
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
             return  # an agent that runs its tools is not idle
-        ready = backend.ask("/health", 4.0)[0] not in self.NOT_READY
-        if not ready:
+        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
+            self.state = "the server is away"
+            return
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due = list(self.heads) if self.config.warmup_file else []
-            keys = self.due or (list(self.heads)[-1:] if keepalive and idle >= keepalive else [])
-            heads = [(key, self.heads[key]) for key in keys if key in self.heads]
-        if not ready:
-            self.state = "the server is away"
-            return
+                self.due = dict(self.heads) if self.config.warmup_file else {}
+            heads = list(self.due.items())
+            if not heads and keepalive and idle >= keepalive:
+                heads = list(self.heads.items())[-1:]
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
@@ -4107,30 +3968,28 @@ class Warmup:
                 return
             self.proxy.last_end = ended
             with self.guard:
-                self.due = [other for other in self.due if other != key]
+                self.due.pop(key, None)
 
     def send(self, head: Json) -> int:
         """Have the server read a head; returns the status, 0 without an answer."""
-        backend, connection = self.proxy.backend, None
-        headers = {"Content-Type": "application/json", "Connection": "close", **self.keys}
         try:
-            target = backend.target(head["path"].encode()).decode()
-            connection = http_connection(backend.locate(), self.config.connect_timeout)
-            connection.connect()
-            connection.sock.settimeout(self.config.read_timeout)
-            self.current = connection.sock
-            if self.proxy.running or self.over.is_set():  # it came before it could interrupt
-                return 0
-            connection.request("POST", target, dump(head["body"]), headers)
-            response = connection.getresponse()
-            response.read()
-            return response.status
+            url = self.proxy.backend.locate()
+            tls = self.proxy.backend.tls
+            with contextlib.closing(http_connection(url, self.config.connect_timeout, tls=tls)) as connection:
+                connection.connect()
+                connection.sock.settimeout(self.config.read_timeout)
+                self.current = connection.sock
+                if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                    return 0
+                headers = {"Content-Type": "application/json", **self.keys}
+                connection.request("POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers)
+                response = connection.getresponse()
+                response.read()
+                return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
             self.current = None
-            if connection is not None:
-                connection.close()
 
 
 # ======================================================================================================================
@@ -4189,18 +4048,18 @@ setInterval(async () => {{
 </script></body></html>
 """
 
-METRIC_HELP = (  # (name, type, help); rows come from Pages.metrics
-    ("kvproxy_requests_total", "counter", "Requests forwarded, by the status of their answers."),
-    ("kvproxy_verdicts_total", "counter", "Prompts by what became of them."),
-    ("kvproxy_edits_total", "counter", "Edits made to requests, by kind."),
-    ("kvproxy_untouched_total", "counter", "Bodies forwarded as they came, by reason."),
-    ("kvproxy_prompt_tokens_total", "counter", "Prompt tokens as the server reported them, reused or read."),
-    ("kvproxy_saved_seconds_total", "counter", "Estimated seconds of prompt reading that reuse saved."),
-    ("kvproxy_hit_ratio", "gauge", "Share of prompt tokens reused over the last 20 requests."),
-    ("kvproxy_running_requests", "gauge", "Requests being served."),
-    ("kvproxy_replay_bytes", "gauge", "Memory held for replay."),
-    ("kvproxy_ledger_bytes", "gauge", "Memory held for explanations."),
-    ("kvproxy_start_time_seconds", "gauge", "When the proxy started, in seconds since the epoch."),
+METRIC_HELP = (  # (name, the label under which Metrics.counts holds its values, help); counters end in _total
+    ("kvproxy_requests_total", "status", "Requests forwarded, by the status of their answers."),
+    ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
+    ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
+    ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
+    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens as the server reported them, reused or read."),
+    ("kvproxy_saved_seconds_total", "", "Estimated seconds of prompt reading that reuse saved."),
+    ("kvproxy_hit_ratio", "", "Share of prompt tokens reused over the last 20 requests."),
+    ("kvproxy_running_requests", "", "Requests being served."),
+    ("kvproxy_replay_bytes", "", "Memory held for replay."),
+    ("kvproxy_ledger_bytes", "", "Memory held for explanations."),
+    ("kvproxy_start_time_seconds", "", "When the proxy started, in seconds since the epoch."),
 )
 
 Answer = tuple[int, bytes, Headers, str]
@@ -4217,39 +4076,39 @@ class Pages:
 
     def answer(self, request: Request, peer: str) -> Answer:
         """(status, body, headers, content type)."""
-        path = urllib.parse.urlsplit(request.path).path.rstrip("/")
+        path, metrics = request.path.partition("?")[0].rstrip("/"), self.proxy.metrics
         if request.method not in ("GET", "HEAD"):
-            return self.json(405, {"error": {"message": "Only GET and HEAD."}}, [(b"Allow", b"GET, HEAD")])
+            return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
         if not self.proxy.known_host(request.get("host")):
-            return self.json(403, {"error": {"message": "This Host is not known here; see ALLOWED_HOSTS."}})
+            return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
             return self.json(200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state})
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not is_loopback(peer) or not self.same_site(request):
-            return self.json(403, {"error": {"message": "Prompts are shown on this machine only."}})
+            return self.error(403, "Prompts are shown on this machine only.")
         if path == "/kvproxy":
             return self.page()
+        with metrics.guard:
+            recent = list(metrics.recent)
         if path == "/kvproxy/requests":
-            with self.proxy.metrics.guard:
-                rows = [self.row(exchange) for exchange in reversed(self.proxy.metrics.recent)]
-            return self.json(200, {"requests": rows})
-        number = path.removeprefix("/kvproxy/requests/")
-        with self.proxy.metrics.guard:
-            found = next((one for one in self.proxy.metrics.recent if str(one.number) == number), None)
-        if found is None:
-            return self.json(404, {"error": {"message": "There is no such page."}})
-        return self.json(200, self.detail(found))
+            return self.json(200, {"requests": [self.row(exchange) for exchange in reversed(recent)]})
+        for exchange in recent:
+            if path == f"/kvproxy/requests/{exchange.number}":
+                return self.json(200, self.detail(exchange))
+        return self.error(404, "There is no such page.")
 
     def same_site(self, request: Request) -> bool:
         origin = request.get("origin")
-        return request.get("sec-fetch-site") in ("", "none", "same-origin") and (
-            not origin or urllib.parse.urlsplit(origin).netloc == request.get("host")
-        )
+        ours = not origin or origin.partition("://")[2] == request.get("host")
+        return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
 
-    def json(self, status: int, value: Json, headers: Headers | None = None) -> Answer:
+    def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
-        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *(headers or [])], "application/json"
+        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *headers], "application/json"
+
+    def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
+        return self.json(status, {"error": {"message": message}}, *headers)
 
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
@@ -4258,7 +4117,7 @@ class Pages:
             "number": exchange.number,
             "time": exchange.time,
             "method": exchange.request.method,
-            "path": exchange.request.path.split("?")[0],
+            "path": printable(exchange.request.path),
             "status": exchange.status,
             "fault": exchange.fault or None,
             "conversation": exchange.trace.conversation or None,
@@ -4271,55 +4130,42 @@ class Pages:
 
     def detail(self, exchange: Exchange) -> Json:
         """A request with its body as received and as forwarded, and what differs."""
-        row = self.row(exchange)
-        for name, raw in (("received", exchange.received), ("forwarded", exchange.forwarded)):
-            row[name] = None if raw is None else raw.decode("utf-8", "replace")
-        if exchange.received is None:
-            row["note"] = "the bodies were dropped to save memory"
-            return row
+        received, forwarded = exchange.received, exchange.forwarded  # another thread may let go of them
+        row = {**self.row(exchange), "received": None, "forwarded": None}
+        if received is None or forwarded is None:
+            return {**row, "note": "the bodies were dropped to save memory"}
+        row["received"], row["forwarded"] = (raw.decode("utf-8", "replace") for raw in (received, forwarded))
         row["diff"] = []
-        if exchange.forwarded is not exchange.received:
-            with contextlib.suppress(ValueError, RecursionError):
-                texts = [
-                    json.dumps(json.loads(raw or b"null"), indent=1, ensure_ascii=False)
-                    .replace("\\n", "\n")
-                    .splitlines()
-                    for raw in (exchange.received, exchange.forwarded)
-                ]
-                if max(map(len, texts)) > self.DIFF_LINES:
-                    row["note"] = "the bodies are too long for a diff"
-                    return row
-                diff = difflib.unified_diff(texts[0], texts[1], "received", "forwarded", lineterm="", n=2)
-                row["diff"] = list(diff)
+        if forwarded is not received:  # then both are JSON
+            with contextlib.suppress(RecursionError):  # with an indent, dumps cannot go as deep as parse() could
+                before, after = (
+                    json.dumps(json.loads(raw), indent=1, ensure_ascii=False).replace("\\n", "\n").splitlines()
+                    for raw in (received, forwarded)
+                )
+                if max(len(before), len(after)) > self.DIFF_LINES:
+                    return {**row, "note": "the bodies are too long for a diff"}
+                row["diff"] = list(difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2))
         return row
 
     def metrics(self) -> str:
         """Prometheus text format."""
         metrics, proxy = self.proxy.metrics, self.proxy
-        rows: dict[str, list[tuple[str, float]]] = collections.defaultdict(list)
-        names: dict[str, tuple[str, str]] = {
-            "requests": ("kvproxy_requests_total", "status"),
-            "verdicts": ("kvproxy_verdicts_total", "verdict"),
-            "edits": ("kvproxy_edits_total", "kind"),
-            "untouched": ("kvproxy_untouched_total", "reason"),
-            "tokens": ("kvproxy_prompt_tokens_total", "state"),
-        }
         with metrics.guard:
-            for (group, value), count in sorted(metrics.counts.items()):
-                name, label = names[group]
-                rows[name].append((f'{{{label}="{value}"}}', count))
-            rate = metrics.hit_rate()
-            rows["kvproxy_saved_seconds_total"].append(("", metrics.saved))
-        if rate is not None:
-            rows["kvproxy_hit_ratio"].append(("", rate))
-        rows["kvproxy_running_requests"].append(("", proxy.running))
-        rows["kvproxy_replay_bytes"].append(("", proxy.replay.store.size))
-        rows["kvproxy_ledger_bytes"].append(("", proxy.ledger.size))
-        rows["kvproxy_start_time_seconds"].append(("", metrics.since))
+            counts = sorted(metrics.counts.items())
+            values = {
+                "kvproxy_saved_seconds_total": metrics.saved,
+                "kvproxy_hit_ratio": metrics.hit_rate(),  # None: no sample
+                "kvproxy_running_requests": proxy.running,
+                "kvproxy_replay_bytes": proxy.replay.store.size,
+                "kvproxy_ledger_bytes": proxy.ledger.size,
+                "kvproxy_start_time_seconds": metrics.since,
+            }
         lines = []
-        for name, kind, text in METRIC_HELP:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [f"{name}{labels} {value!r}" for labels, value in rows[name]]
+        for name, label, text in METRIC_HELP:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+            lines += [f'{name}{{{label}="{value}"}} {count}' for (of, value), count in counts if of == label]
+            if values.get(name) is not None:
+                lines.append(f"{name} {values[name]}")
         return "\n".join(lines) + "\n"
 
     # --- the page -----------------------------------------------------------------------------------------------------
@@ -4346,8 +4192,8 @@ class Pages:
         """The page's title, and the part that changes: the script renews each element that has an id."""
         metrics, proxy = self.proxy.metrics, self.proxy
         state, tone, hint = self.state()
-        unknown = "not reported" if metrics.verdicts() else "-"
-        reused, read = metrics.counts["tokens", "reused"], metrics.counts["tokens", "read"]
+        unknown = "not reported" if metrics.judged else "-"
+        reused, read = metrics.counts["state", "reused"], metrics.counts["state", "read"]
         facts = [
             ("tokens reused", f"{reused:,}" if reused + read else unknown),
             ("tokens read", f"{read:,}" if reused + read else unknown),
@@ -4359,10 +4205,8 @@ class Pages:
         if proxy.warmup.enabled():
             facts.append(("warm-up", proxy.warmup.state))
         items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts)
-        newest = list(metrics.recent)[: -self.SHOWN - 1 : -1]
-        rows = "".join(self.item(exchange) for exchange in newest)
-        if not rows:
-            rows = f"<li>{'None yet.' if proxy.config.keep_requests else 'None are kept (KEEP_REQUESTS=0).'}</li>"
+        none = "None yet." if proxy.config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
+        rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN))) or f"<li>{none}</li>"
         return f"{state} - kvproxy", (
             f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>'
             f'<p id="hint" class="soft">{html.escape(hint)}</p><dl id="facts">{items}</dl>'
@@ -4373,30 +4217,28 @@ class Pages:
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
-        metrics, proxy = self.proxy.metrics, self.proxy
+        metrics = self.proxy.metrics
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
             return f"The model server {words} ({last.status})", "bad", last.fault or "It may be loading its model."
-        window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
-        if not metrics.window and metrics.verdicts():
-            shares = [one.verdict.share for one in metrics.recent if one.verdict and not one.verdict.side]
-            hint = f"By their text, {100 * statistics.mean(shares):.0f}% of the last prompts could be reused." if shares else ""
-            return "The server does not report what it reused", "fair", hint
+        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
+        if metrics.judged and not metrics.points:
+            share = statistics.mean([verdict.share for verdict in verdicts] or [0])
+            hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
+            return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
             return "No prompt yet", "fair", "Set your agent's base URL to this address and send something."
+        window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
+        firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            hint = "Nothing can be reused until a conversation goes on."
-            return f"{counted(len(metrics.window), 'first prompt')}, nothing to reuse so far", "fair", hint
+            return f"{firsts}, nothing to reuse so far", "fair", "Nothing can be reused until a conversation goes on."
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        firsts = len(metrics.window) - len(window)
-        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}" + (
-            f"; {counted(firsts, 'first prompt')} not counted." if firsts else "."
-        )
-        if rate >= proxy.config.warn_reuse:
+        left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
+        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
+        if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        lines = [one.verdict.line() for one in metrics.recent if one.verdict and not one.verdict.side]
-        example = next((f" Last: {line}" for line in reversed(lines) if line), "")
+        example = next((f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), "")
         hint = f"{hint} {metrics.cause().capitalize()}.{example}"
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
@@ -4404,7 +4246,7 @@ class Pages:
         """Bars, oldest left; a label tells screen readers what they show. Text stands beside the drawing, which stretches."""
         points = list(self.proxy.metrics.points)
         if not points:
-            reason = "The server reports no numbers." if self.proxy.metrics.verdicts() else "Nothing to show yet."
+            reason = "The server reports no numbers." if self.proxy.metrics.judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
         slots = max(20, len(points))
         bars = "".join(
@@ -4434,15 +4276,15 @@ class Pages:
             told = "reuse not reported"
         else:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
-        words, line = "", ""
+        words = ""
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
             words = f'<p><b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            line = f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        path = html.escape(exchange.request.path.split("?")[0])
+            words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>{clock(exchange.time)}</time></a>'
-            f"<span>{html.escape(told)}</span><code>{path}</code></p>{words}{line}</li>"
+            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
+            f"{clock(exchange.time)}</time></a><span>{html.escape(told)}</span>"
+            f"<code>{html.escape(printable(exchange.request.path))}</code></p>{words}</li>"
         )
 
 
@@ -4471,7 +4313,7 @@ def duration(seconds: float) -> str:
 
 
 # ======================================================================================================================
-# Commands: demo, bench, inspect, check
+# Commands: demo, bench, check, inspect, serve
 # ======================================================================================================================
 
 # --- an OpenClaw-shaped conversation, for demo and bench ---------------------------------------------------------------
@@ -4480,107 +4322,71 @@ WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "
 
 
 def filler(count: int, seed: int) -> str:
-    """About `count` tokens of words in an order that `seed` decides."""
-    state, out = seed * 2654435761 % (1 << 32), []
-    for number in range(count):
-        state = (state * 1103515245 + 12345) % (1 << 31)
-        out.append(WORDS[state // 65536 % len(WORDS)] + ("." if number % 12 == 11 else ""))
-    return " ".join(out)
+    """`count` words of about a token each, in an order that `seed` decides."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def agent_turns(tokens: int, turns: int, mark: str) -> Iterator[tuple[Json, Callable[[str], None]]]:
-    """Requests of an OpenClaw 2026.2-shaped agent: ids and a stamp that change on every turn, the head marked `mark`.
+def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str, Usage, float]:
+    """(answer, usage, ms to the first byte) of a streamed chat request. Raises OSError, ValueError or HTTPException."""
+    with contextlib.closing(http_connection(url, timeout)) as connection:
+        started = time.monotonic()
+        headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
+        connection.request("POST", under(url, b"/v1/chat/completions").decode(), dump(body), headers)
+        response = connection.getresponse()
+        data = response.read1(65536)
+        first = 1000 * (time.monotonic() - started)
+        data += response.read()
+    if response.status != 200:
+        told = " ".join(data[:200].decode("utf-8", "replace").split())
+        raise ValueError(f"the server answered {response.status}: {told}")
+    return hint_of(data), usage_of(data), first
 
-    Yields (body, answer): call answer(text) with the model's words before taking the next one.
+
+def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress: Callable[[str], None]) -> list[Json]:
+    """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on every turn.
+
+    `mark` stands at the front of the prompt, so that runs with different marks share nothing. Returns a row per turn.
+    Raises what ask() raises.
     """
+    rows: list[Json] = []
     history: list[Json] = []
-    body_text = filler(max(50, tokens - 200), 7)
+    project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
         meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "sender_id": "user-1", "channel": "webchat"}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{body_text}"
+        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        words = f"Question {turn}: {filler(20, turn)}"
-        history.append(
-            {
-                "role": "user",
-                "content": f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{stamp} {words}",
-            }
-        )
-        messages = [{"role": "system", "content": system}, *copy.deepcopy(history)]
-        yield (
-            {"model": "local", "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0},
-            lambda text: history.append({"role": "assistant", "content": text or "ok"}),
-        )
-
-
-def ask(backend: Backend, body: Json, timeout: float) -> tuple[str, Usage, float]:
-    """(answer, usage, ms to the first byte) of one streamed chat request. Raises OSError or ValueError."""
-    connection = http_connection(backend.locate(), timeout)
-    try:
-        started = time.monotonic()
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("API_KEY"):
-            headers["Authorization"] = "Bearer " + os.environ["API_KEY"]
-        connection.request("POST", backend.target(b"/v1/chat/completions").decode(), dump(body), headers)
-        response = connection.getresponse()
-        data = response.read1(65536)
-        first = 1000 * (time.monotonic() - started)
-        if response.status == 200:
-            while more := response.read1(65536):
-                data += more
-        if response.status != 200:
-            told = " ".join(data[:200].decode("utf-8", "replace").split())
-            raise ValueError(f"the server answered {response.status}: {told}")
-    finally:
-        connection.close()
-    text = hint_of(data)
-    return text, usage_of(data), first
-
-
-def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress: Callable[[str], None]) -> list[Json]:
-    """Play the conversation against `url`; a row per turn."""
-    rows, backend = [], Backend(Config(backend_url=url))
-    for number, (body, answer) in enumerate(agent_turns(tokens, turns, mark), 1):
-        text, usage, first = ask(backend, body, timeout)
-        answer(text)
+        question = f"{stamp} Question {turn}: {filler(20, turn)}"
+        text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
+        history.append({"role": "user", "content": text})
+        messages = [{"role": "system", "content": system}, *history]
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0}
+        answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
+        history.append({"role": "assistant", "content": answer or "ok"})
         ms = usage.prompt_ms if usage.prompt_ms is not None else first
-        rows.append(
-            {"turn": number, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": round(ms, 1)}
-        )
-        progress(f"turn {number} of {turns}: {ms:,.0f} ms")
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": round(ms, 1)}
+        rows.append(row)
+        progress(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
 
-def side_by_side(straight: list[Json], through: list[Json]) -> str:
-    """Both runs as one table, with the ratio from the second turn on."""
-    lines = [
-        f"{'':5} | {'straight':^35} | {'through kvproxy':^35}",
-        f"{'turn':>5} | " + " | ".join([f"{'prompt':>8} {'read':>8} {'reused':>8} {'ms':>8}"] * 2),
-    ]
-    lines.append("-" * len(lines[1]))
-    for a, b in zip(straight, through, strict=True):
-        cells = [
-            " ".join(
-                f"{'-' if row[key] is None else format(row[key], ',.0f'):>8}"
-                for key in ("prompt", "read", "reused", "ms")
-            )
-            for row in (a, b)
-        ]
-        lines.append(f"{a['turn']:>5} | " + " | ".join(cells))
-    ratio = ratio_of(straight, through)
-    if ratio is not None:
-        lines.append("")
-        lines.append(f"From the second turn on the prompt is ready {ratio:.1f} times as fast.")
-    return "\n".join(lines)
-
-
-def ratio_of(straight: list[Json], through: list[Json]) -> float | None:
-    """Prompt time without over with, from the second turn on."""
+def show_runs(straight: list[Json], through: list[Json], simulated: bool, as_json: bool) -> None:
+    """Print both runs, and how many times less the prompts took through the proxy, from the second turn on."""
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
-    return before / after if after else None
+    ratio = before / after if after else None
+    if as_json:
+        print(json.dumps({"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}))
+        return
+    columns = ("prompt", "read", "reused", "ms")
+    heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
+    print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
+    for pair in zip(straight, through, strict=True):
+        cells = [["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair]
+        print(f"{pair[0]['turn']:>5} | " + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells))
+    if ratio is not None:
+        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
@@ -4588,24 +4394,20 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     MS = 0.02
     protocol_version = "HTTP/1.1"
-    server: Any
+    server: SimulatedHost
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         words = "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"]).split()
-        old = self.server.slot
-        cached = next(
-            (i for i, (a, b) in enumerate(zip(old, words, strict=False)) if a != b), min(len(old), len(words))
-        )
+        pairs = zip(self.server.slot, words, strict=False)
+        cached = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self.server.slot = words
         read = max(1, len(words) - cached)
         time.sleep(read * self.MS / 1000)
         timings = {"cache_n": len(words) - read, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
-        events: list[Json] = [
-            {"choices": [{"index": 0, "delta": {"content": word}}]} for word in ("Noted,", " thanks.")
-        ]
-        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings})
-        data = b"".join(b"data: " + dump(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
+        data = b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Content-Length", str(len(data)))
@@ -4618,7 +4420,6 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DNS for this machine's name
     daemon_threads = True
-    block_on_close = False
 
     def __init__(self) -> None:
         self.slot: list[str] = []
@@ -4627,68 +4428,53 @@ class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DN
 
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
-    server = SimulatedHost()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        straight = play(url, args.tokens, args.turns, "demo", 60, lambda line: None)
-        server.slot = []
-        with Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy:
-            through = play(proxy.url, args.tokens, args.turns, "demo", 60, lambda line: None)
-    finally:
-        server.shutdown()
-        server.server_close()
-    if args.json:
-        print(
-            json.dumps(
-                {"simulated": True, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}
-            )
-        )
-        return 0
-    print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes")
-    print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.\n")
-    print(side_by_side(straight, through))
-    print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
+    if not args.json:
+        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes")
+        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.", flush=True)
+    with SimulatedHost() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            straight = play(url, args.tokens, args.turns, "demo a", 60, lambda line: None)
+            with Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy:
+                through = play(proxy.url, args.tokens, args.turns, "demo b", 60, lambda line: None)
+        finally:
+            server.shutdown()
+    show_runs(straight, through, True, args.json)
+    if not args.json:
+        print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
     return 0
 
 
 def command_bench(args: argparse.Namespace, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
+
+    def say(line: str) -> None:
+        if not args.json:
+            print(line, flush=True)
+
     backend = Backend(config)
     try:
-        url = backend.locate()
+        url = backend.locate().geturl()
         backend.connect().wire.close()
     except OSError as error:
         print(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.", file=sys.stderr)
         return 1
-    quiet = args.json
-    note = (lambda line: None) if quiet else (lambda line: print("  " + line, flush=True))
+    total = args.tokens * (args.turns + 1)
+    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy.")
+    say(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens in all.")
+    say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     mark = uuid.uuid4().hex[:12]
-    if not quiet:
-        print(
-            f"{args.turns} turns of about {args.tokens:,} tokens against {url.geturl()}, first straight, then through kvproxy."
-        )
-        read = args.tokens * (args.turns + 1)
-        print(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {read:,} tokens in all,")
-        print(f"which takes {duration(read / 400)} on a server that reads 400 tokens a second.\n")
     try:
-        straight = play(url.geturl(), args.tokens, args.turns, mark + "a", config.read_timeout, note)
-        with Proxy(dataclasses.replace(config, backend_url=url.geturl(), listen_host="127.0.0.1", listen_port=0,
-                                       warmup_file="", keepalive_seconds=0, capture_file="", log_level="error")) as proxy:  # fmt: skip
-            if not quiet:
-                print()
-            through = play(proxy.url, args.tokens, args.turns, mark + "b", config.read_timeout, note)
+        straight = play(url, args.tokens, args.turns, mark + "a", config.read_timeout, say)
+        with Proxy(dataclasses.replace(config, backend_url=url, listen_host="127.0.0.1", listen_port=0, warmup_file="",
+                                       keepalive_seconds=0, capture_file="", log_level="error")) as proxy:  # fmt: skip
+            say("")
+            through = play(proxy.url, args.tokens, args.turns, mark + "b", config.read_timeout, say)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
-    if quiet:
-        print(
-            json.dumps(
-                {"simulated": False, "straight": straight, "through": through, "ratio": ratio_of(straight, through)}
-            )
-        )
-    else:
-        print("\n" + side_by_side(straight, through))
+    show_runs(straight, through, False, args.json)
     return 0
 
 
@@ -4698,39 +4484,31 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(f"No model server answers at {backend.name()}.")
-        print(
-            "Is it running? llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234. Set BACKEND_URL."
-        )
+        print(f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL.")
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
         print("Set API_KEY and try again." if "key" in found["state"] else "Try again when it is ready.")
         return 1
     advice = []
-    slots, context = found.get("slots"), found.get("context")
     status, rows = backend.ask("/slots")
     if status == 200 and isinstance(rows, list):
-        params = [row["params"] for row in rows if isinstance(row, dict) and isinstance(row.get("params"), dict)]
-        if any(row.get("cache_prompt") is False for row in params):
+        if any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
             advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
         else:
-            busy = sum(bool(row.get("is_processing")) for row in rows if isinstance(row, dict))
+            busy = sum(bool(members(row).get("is_processing")) for row in rows)
             print(f"prompt cache: on, as far as /slots tells; {counted(busy, 'slot')} busy")
     else:
         reason = "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
         print(f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it")
-    if isinstance(slots, int) and slots == 1:
-        advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host cache."
-                      " -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
-    elif isinstance(slots, int):
-        advice.append(
-            "With several slots, -sps 0.6 keeps conversations that share a system prompt from evicting each other."
-        )
+    slots, context = found.get("slots"), found.get("context")
+    if slots == 1:
+        advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
+                      " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
+    elif slots is not None:
+        advice.append("With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other.")
     if isinstance(context, int) and context < 32768:
-        advice.append(
-            f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c, or lower -np."
-        )
+        advice.append(f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c or lower -np.")
     for line in advice:
         print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
@@ -4741,17 +4519,13 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
     (name, re.compile(pattern))
     for name, pattern in (
-        (
-            "slot",
-            r"(?i)selected slot by lc[ps] similarity.*?\b(?:f_)?sim(?:_best|ilarity) = (?P<sim>[\d.]+)"
-            + r"(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
-        ),
+        ("slot", r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?"),
         ("lru", r"selected slot by LRU"),
-        ("prompt", r"new prompt, n_ctx_slot = (?P<context>\d+).*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
+        ("prompt", r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
         ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
-        ("cached", r"(?:cached n_tokens|n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
+        ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
         ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt re-processing(?P<why> due to [^(\n]*)?"),
+        ("full", r"[Ff]orcing full prompt re-processing(?P<forced> due to [^(\n]*)?"),
         ("eval", r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens"),
         ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
         ("start", r"server is listening on|loading model"),
@@ -4760,6 +4534,27 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_FINDINGS = 12  # printed; the rest is summed up
+INSPECT_HEAD = f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened"
+INSPECT_LEGEND = (
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
+    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+)
+INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` brings its own
+    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
+    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
+    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
+    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
+    " sliding-window models may read the whole prompt again.",
+    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
+    " the change: --ctx-checkpoints, --swa-full.",
+    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
+    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
+    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
+    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
+    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
+}
+INSPECT_ROW: Json = {"tokens": None, "read": None, "estimated": False, "sim": None, "keep": None, "ms": None, "what": "",
+                     "cause": "", "cured": None}  # fmt: skip
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
@@ -4771,7 +4566,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
-    number = 0
+    number = 0  # of the last row
     with file:
         for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
             if args.json:
@@ -4782,7 +4577,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "example": row["what"]}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
-                found["tokens"] += row["wasted"]
+                found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
@@ -4804,7 +4599,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
 
 
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks."""
+    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in bytes, 0: not known."""
     shown, done = time.monotonic(), 0
     while line := file.readline(PARSE_LIMIT):
         yield from reader.line(line)
@@ -4815,35 +4610,11 @@ def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     yield from reader.end()
 
 
-INSPECT_HEAD = f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened"
-INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
-    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
-)
-
-
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    cells = ["-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")]
-    shares = ["-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep")]
-    told = " ".join(f"{cell:>{width}}" for cell, width in zip([*cells, *shares], (9, 9, 6, 6), strict=True))
-    return f"{number:>4} {row['name'][:28]:28} {told}  {row['what']}"
-
-
-INSPECT_ADVICE = {
-    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
-    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
-    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
-    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
-    " sliding-window models may read the whole prompt again.",
-    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
-    " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
-    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
-    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
-    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
-    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
-}
+    tokens, read = ("-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read"))
+    sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
+    return f"{number:>4} {row['name'][:28]:28} {tokens:>9} {read:>9} {sim:>6} {keep:>6}  {row['what']}"
 
 
 def inspect_advice(found: Json) -> str:
@@ -4864,21 +4635,18 @@ class LogReader:
         self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, and as kvproxy would have sent it
         self.scrubber, self.replay = Scrubber(config), Replay(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}
+        self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
         self.slot, self.longest = "?", 0  # the slot that the log spoke of last; the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        if raw.lstrip()[:1] == b"{":
-            try:
-                row = json.loads(raw)
-            except (ValueError, RecursionError):
-                return []  # half a line
-            if isinstance(row, dict) and "body" in row and isinstance(row.get("path"), str):
-                try:
-                    return self.captured(row)
-                except (ValueError, RecursionError):
-                    return []
-        return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
+        """The rows that a line completes; none for anything that is neither a capture's nor a log's line."""
+        try:
+            row = members(json.loads(raw)) if raw.lstrip()[:1] == b"{" else {}
+            if "body" in row and isinstance(row.get("path"), str):
+                return self.captured(row)
+            return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
+        except (ValueError, RecursionError):
+            return []  # half a line, too deep, or a number that is none
 
     # --- captures -----------------------------------------------------------------------------------------------------
 
@@ -4891,31 +4659,28 @@ class LogReader:
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         status = row.get("status", 200)
         name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
-        told: Json = {"name": name, "tokens": None, "read": None, "estimated": False, "sim": None, "keep": None, "ms": None,
-                      "what": f"status {status}", "cause": "", "wasted": 0, "cured": None}  # fmt: skip
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [told]
-        headers = row["headers"] if isinstance(row.get("headers"), dict) else {}
-        side = side_of(view.body, {str(key).lower(): str(value) for key, value in headers.items()}, view)
+            return [{"name": name, **INSPECT_ROW, "what": f"status {status}"}]
+        headers = {str(key).lower(): str(value) for key, value in members(row.get("headers")).items()}
+        side = side_of(view.body, headers, view)
         segments = segments_of(view)
         verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
-        numbers = row["usage"] if isinstance(row.get("usage"), dict) else {}
-        known = {key: numbers[key] for key in ("prompt", "cached") if isinstance(numbers.get(key), int)}
-        usage = Usage(**known, prompt_ms=numbers.get("prompt_ms"))
-        told["tokens"], told["read"], told["ms"] = usage.prompt, usage.read(), usage.prompt_ms
-        if told["read"] is None or told["tokens"] is None:
-            told["estimated"], told["tokens"] = True, sum(len(segment.text) for segment in segments) // 4
-            told["read"] = round(told["tokens"] * (1 - verdict.share))
+        known: Json = {key: value for key, value in members(row.get("usage")).items() if isinstance(value, (int, float))}
+        usage = Usage(known.get("prompt"), known.get("cached"), known.get("prompt_ms"))
+        tokens, read = usage.prompt, usage.read()
+        if read is None:
+            tokens = sum(len(segment.text) for segment in segments) // 4
+            read = round(tokens * (1 - verdict.share))
         else:
             settle(verdict, usage, now - self.ended if self.ended else 0.0)
         self.ended = now
-        told["sim"], told["what"] = round(verdict.share, 3), verdict.name + (f" ({verdict.side})" if verdict.side else "")
-        told["what"] += f": {verdict.line()}" if verdict.line() else ""
+        what = verdict.name + (f" ({side})" if side else "") + (f": {verdict.line()}" if verdict.line() else "")
+        told = {"name": name, **INSPECT_ROW, "tokens": tokens, "read": read, "estimated": usage.read() is None,
+                "sim": round(verdict.share, 3), "ms": usage.prompt_ms, "what": what}  # fmt: skip
         cure = self.cure(view, side)
         if verdict.line() and not side:
-            told["cause"], told["wasted"] = cause_of(verdict), told["read"]
-            told["cured"] = verdict.name == "rewritten" and cure.name != "rewritten"
+            told["cause"], told["cured"] = cause_of(verdict), verdict.name == "rewritten" and cure.name != "rewritten"
         return [told]
 
     def cure(self, view: View, side: str) -> Verdict:
@@ -4930,50 +4695,47 @@ class LogReader:
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does not matter."""
-        if found := LOG_SLOT.search(text):
+        found = LOG_SLOT.search(text)
+        if found:
             self.slot = found["slot"]
         name, match = next(((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None))
         if match is None:
             return []
-        slot, told = self.slot, match.groupdict()
+        told = match.groupdict()
         if name == "start":
-            done, self.longest = self.end(), 0
-            return done
+            return self.end()
         if name == "cancel":
-            slots = [slot for slot, task in self.tasks.items() if task["task"] == told["cancelled"]]
-            for slot in slots:
-                self.tasks[slot]["cancelled"] = True
-            return [self.close(slot) for slot in slots]
-        begins = name in ("slot", "lru") or (name in ("prompt", "counts") and self.tasks.get(slot, {}).get("tokens"))
-        done = [self.close(slot)] if begins and self.tasks.get(slot, {}).get("tokens") else []
-        if begins:
-            self.tasks.pop(slot, None)
-        task = self.tasks.setdefault(slot, {"task": None, "forced": "", "lru": False, "tokens": None, "cached": None,
-                                            "sim": None, "keep": None, "read": None, "ms": None, "cancelled": False})  # fmt: skip
-        task["task"] = found["task"] if found and found["task"] else task["task"]
-        task["lru"] = task["lru"] or name == "lru"
+            slots = [slot for slot, task in self.tasks.items() if task.get("task") == told["cancelled"]]
+            return [self.close(slot, ", cancelled") for slot in slots]
+        task, done = self.tasks.get(self.slot, {}), []
+        known = "tokens" in task
+        if name in ("slot", "lru") or (known and name in ("prompt", "counts")):  # the slot's next task begins
+            done = [self.close(self.slot)] if known else []
+            task = {}
+        self.tasks[self.slot] = task
+        if found and found["task"]:
+            task["task"] = found["task"]
+        if name == "lru":
+            task["lru"] = True
         if name == "full":
-            task["forced"] = (told["why"] or " (no reason given)").strip()
-        for key, kind in (("sim", float), ("keep", float), ("tokens", int), ("cached", int), ("read", int), ("ms", float)):
-            if told.get(key) and (task[key] is None or name == "eval"):
-                with contextlib.suppress(ValueError):
-                    task[key] = kind(told[key])
-        if name == "counts" and task["tokens"] is None:
+            task["forced"] = (told.pop("forced") or " (no reason given)").strip()
+        for key, value in told.items():
+            if value and (name == "eval" or key not in task):
+                task[key] = float(value) if "." in value else int(value)
+        if name == "counts":
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(slot)] if name == "eval" else done
+        return [*done, self.close(self.slot)] if name == "eval" else done
 
-    def close(self, slot: str) -> Json:
+    def close(self, slot: str, suffix: str = "") -> Json:
         """The row of a slot's task."""
         task = self.tasks.pop(slot)
-        tokens, read, cached, sim = task["tokens"], task["read"], task["cached"], task["sim"]
+        tokens, read, cached, sim, keep = (task.get(key) for key in ("tokens", "read", "cached", "sim", "keep"))
         if read is None and tokens is not None and cached is not None:
             read = tokens - cached
-        if tokens is None and read is not None and cached is not None:
-            tokens = read + cached
         size = tokens or read or 0
         first, self.longest = size > 2 * self.longest, max(size, self.longest)
         cause, what = "", "read" if tokens is None else "reused"
-        if task["forced"] and not task["lru"]:
+        if "forced" in task and "lru" not in task:
             cause, what = "full re-processing", f"full re-processing {task['forced']}"
         elif size > 512 and read is not None and tokens is not None and read > tokens / 2:
             if sim is not None and sim >= 0.5:
@@ -4984,15 +4746,17 @@ class LogReader:
                 what = "first prompt of its length"
             else:
                 cause, what = "no similar slot", "no slot held a similar prompt"
-        if task["keep"] is not None and task["keep"] < 0.5 and sim is not None and sim >= 0.5:
+        if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
             what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        if task["cancelled"]:
-            what += ", cancelled"
-        return {"name": f"slot {slot}", "tokens": tokens, "read": read, "estimated": False, "sim": sim, "keep": task["keep"],
-                "ms": task["ms"], "what": what, "cause": cause, "wasted": (read or 0) if cause else 0, "cured": None}  # fmt: skip
+        return {"name": f"slot {slot}", **INSPECT_ROW, "tokens": tokens, "read": read, "sim": sim, "keep": keep,
+                "ms": task.get("ms"), "what": what + suffix, "cause": cause}  # fmt: skip
 
     def end(self) -> list[Json]:
-        return [self.close(slot) for slot, task in list(self.tasks.items()) if task["tokens"] is not None]
+        """The rows of tasks that no line will end: the log stops here, or the server was started anew."""
+        done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
+        self.tasks.clear()
+        self.longest = 0
+        return done
 
 
 def cause_of(verdict: Verdict) -> str:
@@ -5026,31 +4790,21 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     try:
         proxy.start()
     except OSError as error:
-        print(
-            f"Port {config.listen_port} on {config.listen_host} cannot be used: {error}."
-            " Set LISTEN_PORT or LISTEN_HOST.",
-            file=sys.stderr,
-        )
+        where = f"Port {config.listen_port} on {config.listen_host}"
+        print(f"{where} cannot be used: {error}. Set LISTEN_PORT or LISTEN_HOST.", file=sys.stderr)
         return 1
-    over = threading.Event()
-    for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_: over.set())
-    proxy.log.info("kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url)
-    found = proxy.backend.describe()
-    if found:
-        proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
-    else:
-        proxy.log.warning(
-            "backend: none answers yet at %s. Is it running, is BACKEND_URL right? llama-server listens on 9931 (newer) or"
-            " 8080 (older), LM Studio on 1234. It is looked for again on every request.",
-            proxy.backend.name(),
-        )
-    try:
-        while not over.wait(0.5):
-            pass
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt):
+        for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.default_int_handler)
+        proxy.log.info("kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url)
+        if found := proxy.backend.describe():
+            proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
+        else:
+            advice = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} It is looked for again when requests come."
+            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), advice)
+        while True:
+            time.sleep(0.5)  # Windows runs the SIGBREAK handler between sleeps only
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0
@@ -5069,26 +4823,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("serve", help="listen and forward (the default)").set_defaults(run=command_serve)
-    for name, run, tokens, text in (
-        ("demo", command_demo, 6000, "show the effect on a simulated server; needs nothing"),
-        ("bench", command_bench, 16000, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    parser.set_defaults(run=command_serve)
+    for name, run, text in (
+        ("serve", command_serve, "listen and forward (the default)"),
+        ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
+        ("bench", command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+        ("inspect", command_inspect, "explain a capture or a llama-server log"),
+        ("check", command_check, "tell what the backend is and what hurts its cache (API_KEY: its key)"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument(
-            "--tokens", type=positive, default=tokens, help="tokens of the system prompt [%(default)s]"
-        )
-        command.add_argument("--turns", type=positive, default=5, help="turns of the conversation [%(default)s]")
-        command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
-    command = commands.add_parser("inspect", help="explain a capture or a llama-server log")
-    command.add_argument("file", metavar="FILE")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=command_inspect)
-    commands.add_parser("check", help="tell what the backend is and what hurts its cache").set_defaults(
-        run=command_check
-    )
-    parser.set_defaults(run=command_serve)
+        if name == "inspect":
+            command.add_argument("file", metavar="FILE", help="- reads stdin")
+        if name in ("demo", "bench"):
+            tokens = 6000 if name == "demo" else 16000
+            command.add_argument("--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]")
+            command.add_argument("--turns", type=positive, default=5, help="turns of the conversation [%(default)s]")
+        if name in ("demo", "bench", "inspect"):
+            command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -5102,12 +4854,10 @@ def positive(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        config = Config.from_env(os.environ)
+        return int(args.run(args, Config.from_env(os.environ)))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2
-    try:
-        return int(args.run(args, config))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout has seen enough: `inspect FILE | head`

