@@ -736,6 +736,9 @@ RULES = (
 )  # fmt: skip
 
 
+DATED = re.compile(rb" 20\d\d-\d\d-\d\d[ T]")  # every stamp has this
+
+
 class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
@@ -745,10 +748,12 @@ class Scrubber:
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
         self.memo: dict[tuple[str, str, bool], tuple[str, list[tuple[str, int]]]] = {}
 
-    def may_edit(self, raw: bytes | bytearray, role: str, start: int) -> bool:
-        """Whether a rule for `role` has a marker in raw[start:], the bytes of a body; without one, none changes it."""
-        markers = [marker.encode() for rule in self.rules if rule.role == role for marker in rule.markers]
-        return bool(self.patterns) or any(raw.find(marker, start) >= 0 for marker in markers)
+    def may_edit_users(self, raw: bytes | bytearray, start: int) -> bool:
+        """Whether a rule could change a user text in raw[start:], the bytes of a body. Each search costs 0.3 ms a MB, so
+        the id keys in a block, which is JSON inside of JSON, are looked for by the end that they share."""
+        return bool(self.patterns) or (
+            raw.find(b"message_id", start) >= 0 or raw.find(b'id\\"', start) >= 0 or bool(DATED.search(raw, start))
+        )
 
     def apply(self, view: View, report: Report) -> None:
         """Run the table over a view, in place, then put the system text first."""
@@ -1152,9 +1157,10 @@ class Store:
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size, self.serial, self.decorated = limit, 0, 0, 0
+        self.limit, self.size, self.serial = limit, 0, 0
         self.listed = 0  # the part of `size` that tools and their orders take
         self.versions: collections.OrderedDict[bytes, list[Version]] = collections.OrderedDict()
+        self.talks: dict[str, None] = {}  # conversations of which something is stored that could change a request
         self.tools: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # first-seen spelling
         self.spelled: dict[str, bytes] = {}
         self.clean: collections.deque[tuple[bytes, list[bytes]]] = collections.deque(maxlen=8)
@@ -1184,16 +1190,17 @@ class Store:
 
     def clean_tools(self, raw: bytes | bytearray) -> list[bytes] | None:
         """The order of a body's tools when their very bytes were sent before and needed no change."""
-        at = raw.find(b'"tools":')
+        at = tools_at(raw) if self.clean else -1
         return next((order for known, order in self.clean if at >= 0 and raw.startswith(known, at)), None)
 
-    def add_clean(self, raw: bytes | bytearray, order: list[bytes]) -> None:
-        at = raw.find(b'"tools":')
+    def add_clean(self, raw: bytes | bytearray, tools: list[Json], order: list[bytes]) -> None:
+        """Note that these tools, which stand in `raw`, needed no change."""
+        at = tools_at(raw)
         if at >= 0:
             with contextlib.suppress(ValueError):
                 text = bytes(raw[at + 8 :]).decode("utf-8")
-                _, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
-                if end <= self.limit >> 6:
+                value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
+                if value == tools and end <= self.limit >> 6:
                     self.clean.append((bytes(raw[at : at + 8 + len(text[:end].encode())]), order))
 
     def add_tools(self, forms: Mapping[bytes, str], orders: Mapping[bytes, list[bytes]]) -> None:
@@ -1228,13 +1235,8 @@ class Store:
             if not known:
                 del self.versions[key]
 
-    def idle(self) -> bool:
-        """Nothing is stored that could change a request."""
-        return not self.decorated
-
     def account(self, version: Version, sign: int) -> None:
         self.size += sign * version.size
-        self.decorated += sign * version.decorated()
 
 
 @dataclasses.dataclass
@@ -1319,7 +1321,7 @@ class Replay:
                 role = "user"  # results of tools, which came with a reminder or without
             if said is None:
                 said = turn.text().strip() + turn.rest()
-            data = said.encode("utf-8", "surrogatepass")
+            data = (said if role == "user" else gist(said)).encode("utf-8", "surrogatepass")
             chain.update(b"\0%s %d\0" % (role.encode(), len(data)))
             chain.update(data)
             units.append(Unit(turn, said, chain.digest()))
@@ -1448,6 +1450,8 @@ class Replay:
             self.store.serial += 1
             path[index] = version = self.store.add(unit.key, Version(items, parent, self.store.serial))
             trace.newest.append(version)
+            if version.decorated():
+                remember(self.store.talks, trace.conversation, None, self.store.limit >> 10)
             if index < last:
                 version.claim(next(u.said for u in units[index:] if u.role() == "assistant"))
 
@@ -1480,7 +1484,7 @@ class Replay:
             view.body["tools"] = forms
             report.tools_restored += 1
         elif learn:
-            store.add_clean(raw, order)
+            store.add_clean(raw, tools, order)
         if learn:
             store.add_tools({name: text for name, (_, text) in by_name.items()}, {wanted: order, talk: order})
 
@@ -1492,6 +1496,18 @@ class Replay:
                 if "" in version.open:
                     at = version.open.index("")
                     version.open = (*version.open[:at], *([hint[:HINT]] if hint else []), *version.open[at + 1 :])
+
+
+def tools_at(raw: bytes | bytearray) -> int:
+    """Where a body's tools stand, near its start or its end, without looking through all of it; -1 if nowhere."""
+    at = raw.find(b'"tools":', 0, 4096)
+    return at if at >= 0 else raw.rfind(b'"tools":')
+
+
+def gist(said: str) -> str:
+    """Enough of a long answer or result to know it again. Those are never replaced: the worst that a mistake could do is
+    to dress a later user turn as it was dressed in another conversation with the same words before."""
+    return said if len(said) <= 1024 else f"{said[:512]}{len(said)}{said[-512:]}"
 
 
 HINT = 120  # characters of an answer that are kept to know it again
@@ -2209,29 +2225,24 @@ class Stale(Exception):
 
 
 class Fields(Headers):
-    """Header lines in order, case kept, with a look-up by lower-case name."""
+    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by lower-case name."""
 
-    def __init__(self, pairs: Headers) -> None:
-        super().__init__(pairs)
+    def __init__(self, lines: list[bytes]) -> None:
+        """Raises BadHead."""
+        super().__init__()
+        if len(lines) > HEADER_LIMIT:
+            raise BadHead("too many header lines")
         self.by_name: dict[bytes, list[bytes]] = {}
-        for name, value in pairs:
+        for line in lines:
+            found = FIELD_LINE.fullmatch(line)
+            if not found:
+                raise BadHead("bad header line")  # also a bare CR, a NUL, a folded line, a space before the colon
+            name, value = found[1], found[2].strip(b" \t")
+            self.append((name, value))
             self.by_name.setdefault(name.lower(), []).append(value)
 
     def all(self, name: bytes) -> list[bytes]:
         return self.by_name.get(name, [])
-
-
-def parse_fields(lines: list[bytes]) -> Fields:
-    """Header lines as (name, value) pairs (RFC 9112 section 5). Raises BadHead."""
-    if len(lines) > HEADER_LIMIT:
-        raise BadHead("too many header lines")
-    fields = []
-    for line in lines:
-        found = FIELD_LINE.fullmatch(line)
-        if not found:
-            raise BadHead("bad header line")  # also a bare CR, a NUL, a folded line, a space before the colon
-        fields.append((found[1], found[2].strip(b" \t")))
-    return Fields(fields)
 
 
 def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
@@ -2247,13 +2258,12 @@ def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
 
 def body_length(headers: Fields) -> int | None:
     """Content-Length, None when there is none. Raises BadHead unless all values are equal plain numbers."""
-    found = set(headers.all(b"content-length"))
-    if not found:
+    values = headers.all(b"content-length")
+    if not values:
         return None
-    length = found.pop()
-    if found or not LENGTH.fullmatch(length):
+    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
         raise BadHead("bad Content-Length")
-    return int(length)
+    return int(values[0])
 
 
 class Chunks:
@@ -2526,7 +2536,7 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
             505, "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://."
         )
     try:
-        headers = parse_fields(lines)
+        headers = Fields(lines)
         length = body_length(headers)
     except BadHead as error:
         status = 431 if "too many" in str(error) else 400
@@ -2554,7 +2564,7 @@ def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
     match = STATUS_LINE.fullmatch(line)
     if not match:
         raise BadHead("bad status line")
-    status, headers = int(match[2]), parse_fields(lines)
+    status, headers = int(match[2]), Fields(lines)
     if status == 101:
         raise BadHead("it switches to another protocol unasked")
     coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
@@ -2793,11 +2803,13 @@ class Relay(socketserver.BaseRequestHandler):
                 return None
             wire.buf += data
 
-    def respond(self, status: int, body: bytes, headers: Headers = [], kind: str = "application/json") -> None:  # noqa: B006
+    def respond(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: str = "application/json"
+    ) -> None:
         """An answer of the proxy's own, in one write."""
         lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
         lines += [b"Content-Type: " + kind.encode(), b"Content-Length: %d" % len(body), b"Cache-Control: no-store"]
-        lines += [name + b": " + value for name, value in headers or []]
+        lines += [name + b": " + value for name, value in headers]
         if self.close_connection:
             lines.append(b"Connection: close")
         head = b"\r\n".join(lines) + b"\r\n\r\n"
@@ -2850,7 +2862,7 @@ class Relay(socketserver.BaseRequestHandler):
     def check_length(self, length: int) -> None:
         limit = self.proxy.config.max_body_mb << 20
         if length > limit:
-            raise Refused(413, f"The body has {length} bytes or more; MAX_BODY_MB allows {limit}.")
+            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
 
     def read_body(self, request: Request) -> bytes | bytearray:
         """The whole body, within MAX_BODY_MB."""
@@ -3034,7 +3046,8 @@ class Relay(socketserver.BaseRequestHandler):
         lines += self.proxy.diagnosis(exchange)
         if self.close_connection:
             lines.append(b"Connection: close")
-        exchange.tap = Tap()
+        if exchange.dialect is not None and not response.headers.all(b"content-encoding"):
+            exchange.tap = Tap()
         try:
             self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
         except BaseException as fault:
@@ -3052,7 +3065,7 @@ class Relay(socketserver.BaseRequestHandler):
             send(head)
             return
         chunks = Chunks() if response.framing == "chunked" else None
-        tap = exchange.tap if not response.headers.all(b"content-encoding") else None
+        tap = exchange.tap
         pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
         done = False
         while not done:
@@ -3464,17 +3477,17 @@ class Proxy:
             exchange.forwarded = dump(view.body)
 
     def is_clean(self, exchange: Exchange, raw: bytes | bytearray) -> bool:
-        """Whether a large body surely needs no edit: nothing is stored, and no marker stands in it. Only its beginning
-        is parsed; the rest is learned from while the model works."""
+        """Whether a large body surely needs no edit: nothing is stored for its conversation, and no marker stands in it.
+        Only its beginning is parsed; the rest is learned from while the model works."""
         dialect, store = exchange.dialect, self.replay.store
         assert dialect is not None
-        answer = raw.find(b'"role":"assistant"') if store.idle() and dialect.turns == "messages" else -1
+        answer = raw.find(b'"role":"assistant"') if dialect.turns == "messages" else -1
         cut = raw.rfind(b"{", 0, answer)
-        if cut < 0 or raw.find(b'"system":', cut) >= 0 or self.scrubber.may_edit(raw, "user", cut):
+        if cut < 0 or (dialect.system and raw.find(b'"system":', cut) >= 0) or self.scrubber.may_edit_users(raw, cut):
             return False
-        if store.tools and b'"tools"' in raw and store.clean_tools(raw) is None:
+        if store.tools and store.clean_tools(raw) is None and b'"tools"' in raw:
             return False
-        roles = (b'"role":"system"', b'"role":"developer"', b'"role": ') if self.config.system_first else ()
+        roles = (b'"role":"system"', b'"role":"developer"') if self.config.system_first else ()
         if any(raw.find(marker, cut) >= 0 for marker in roles):
             return False
         try:
@@ -3488,6 +3501,8 @@ class Proxy:
         if report.edits() or any(self.replay.lift_text(slot.get())[1] for turn in view.system() for slot in turn.slots()):
             return False
         exchange.trace = Trace(self.replay.conversation(view))
+        if exchange.trace.conversation in store.talks:
+            return False
         exchange.stream = b'"stream":true' in raw[:4096] or b'"stream":true' in raw[-4096:]
         return True
 
@@ -3509,17 +3524,15 @@ class Proxy:
                 exchange.verdict = self.ledger.judge(
                     segments_of(view), exchange.trace.conversation, side, time.monotonic(), self.backend.lost_at
                 )
+        except Unreadable as error:  # what is_clean() did not parse
+            exchange.report.note = str(error)
         except Exception:
             self.log.exception("a request could not be explained")
 
     def learn_late(self, exchange: Exchange) -> None:
         raw, dialect = exchange.received, exchange.dialect
         assert raw is not None and dialect is not None
-        try:
-            view = readable_view(raw, dialect)
-        except Unreadable as error:
-            exchange.report.note = str(error)
-            return
+        view = readable_view(raw, dialect)
         exchange.report.items = len(view.turns)
         exchange.trace = self.replay.apply(view, [], Report(), raw)
         exchange.view = view
@@ -3556,7 +3569,7 @@ class Proxy:
                 self.backend.lost_at = exchange.ended
             answered = exchange.status == 200
             tap, exchange.tap = exchange.tap, None
-            first, last = tap.windows() if tap is not None and answered and exchange.dialect is not None else (b"", b"")
+            first, last = tap.windows() if tap is not None and answered else (b"", b"")
             exchange.usage = usage_of(first, last)
             if exchange.trace.newest:
                 self.replay.answered(exchange.trace, hint_of(first) if answered else None)

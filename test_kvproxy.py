@@ -205,7 +205,7 @@ def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = 
     more = {"timings": timings} if timings else {}
     if seen.method == "GET":
         value: Any = {"status": "ok", "object": "list", "data": [{"id": "fake", "owned_by": "llamacpp"}]}
-    elif path.endswith("/count_tokens") or path.endswith("/input_tokens"):
+    elif path.endswith(("/count_tokens", "/input_tokens")):
         value = {"input_tokens": len(seen.body)}
     elif path.endswith("/messages"):
         counts = {"input_tokens": prompt - (cached or 0), "output_tokens": 1}
@@ -7897,6 +7897,23 @@ def test_relay_tls_certificate_is_checked(
     assert answer.status == 502
     assert "certificate" in relay_error(answer).lower()
     assert not made.server.seen
+
+
+def test_relay_tls_context_is_built_once(relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 20 ms, more than the whole rest of a request."""
+    built = []
+    load = ssl.SSLContext.load_default_certs
+
+    def counting(context: ssl.SSLContext, *purpose: Any) -> None:
+        built.append(context)
+        load(context, *purpose)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
+    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.0)
+    made = relay_tls()
+    for _ in range(3):
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+    assert len(built) == 1
 
 
 # --- many faults ------------------------------------------------------------------------------------------------------
