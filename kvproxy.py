@@ -668,9 +668,7 @@ def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
 
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
-ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE
-)
+ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE)
 
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
@@ -1432,9 +1430,7 @@ class Replay:
             turn.found = None
         return taker if taker < last else None, fresh
 
-    def learn(
-        self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace
-    ) -> None:
+    def learn(self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace) -> None:
         """Remember the units after the last answer as they are forwarded now, and `late`, one that changed before it."""
         for index in ([late] if late is not None else []) + list(range(last, len(units))):
             unit = units[index]
@@ -2112,8 +2108,10 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
             start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
             sides = was[start:], now[start:]
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif name.startswith("turn ") and old and (
-        new in entry.texts[depth + 1 : depth + 4] or ("(assistant)" in name and "(assistant)" not in old_name)
+    elif (
+        name.startswith("turn ")
+        and old
+        and (new in entry.texts[depth + 1 : depth + 4] or ("(assistant)" in name and "(assistant)" not in old_name))
     ):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
     elif name.startswith("turn ") and old and old in prompt.texts[depth + 1 : depth + 4]:
@@ -2274,7 +2272,9 @@ class Chunks:
     LINE = re.compile(SIZE.pattern + rb"\n")
 
     def __init__(self) -> None:
-        self.state = "size"  # the line that comes next (data: the empty one after a chunk), but for `left` bytes of data
+        self.state = (
+            "size"  # the line that comes next (data: the empty one after a chunk), but for `left` bytes of data
+        )
         self.left, self.line = 0, b""
         self.done, self.trailers = False, 0
 
@@ -3498,7 +3498,9 @@ class Proxy:
         if view is None or not any(turn.role == "user" for turn in view.turns):
             return False
         self.scrubber.apply(view, report)
-        if report.edits() or any(self.replay.lift_text(slot.get())[1] for turn in view.system() for slot in turn.slots()):
+        if report.edits() or any(
+            self.replay.lift_text(slot.get())[1] for turn in view.system() for slot in turn.slots()
+        ):
             return False
         exchange.trace = Trace(self.replay.conversation(view))
         if exchange.trace.conversation in store.talks:
@@ -4269,7 +4271,9 @@ class Pages:
         )
         grid = "".join(f'<line x1="0" x2="{slots}" y1="{y}" y2="{y}"/>' for y in (0, 50, 100))
         mean = statistics.mean(share for _, share, _ in points)
-        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}: {100 * mean:.0f}% on average"
+        label = (
+            f"Share of the prompt reused in the last {counted(len(points), 'request')}: {100 * mean:.0f}% on average"
+        )
         return (
             '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
             f'<svg viewBox="0 0 {slots} 100" preserveAspectRatio="none" role="img" aria-label="{label}">{grid}{bars}</svg>'
@@ -4292,7 +4296,9 @@ class Pages:
         words = ""
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
-            words = f'<p><b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
+            words = (
+                f'<p><b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
+            )
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
             f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
@@ -4475,7 +4481,9 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         return 1
     total = args.tokens * (args.turns + 1)
     say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy.")
-    say(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens in all.")
+    say(
+        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens in all."
+    )
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     mark = uuid.uuid4().hex[:12]
     try:
@@ -4521,7 +4529,9 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     elif slots is not None:
         advice.append("With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other.")
     if isinstance(context, int) and context < 32768:
-        advice.append(f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c or lower -np.")
+        advice.append(
+            f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c or lower -np."
+        )
     for line in advice:
         print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
@@ -4604,10 +4614,14 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
     for found in told[:INSPECT_FINDINGS]:
-        text = f"{found['cause']}: {counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
+        text = (
+            f"{found['cause']}: {counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
+        )
         print(textwrap.fill(f"{text} {found['advice']}", 110, initial_indent="- ", subsequent_indent="  "))
     if rest := told[INSPECT_FINDINGS:]:
-        print(f"- {counted(len(rest), 'smaller finding')}, about {sum(found['tokens'] for found in rest):,} tokens (--json)")
+        print(
+            f"- {counted(len(rest), 'smaller finding')}, about {sum(found['tokens'] for found in rest):,} tokens (--json)"
+        )
     return 0
 
 
@@ -4679,7 +4693,9 @@ class LogReader:
         side = side_of(view.body, headers, view)
         segments = segments_of(view)
         verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
-        known: Json = {key: value for key, value in members(row.get("usage")).items() if isinstance(value, (int, float))}
+        known: Json = {
+            key: value for key, value in members(row.get("usage")).items() if isinstance(value, (int, float))
+        }
         usage = Usage(known.get("prompt"), known.get("cached"), known.get("prompt_ms"))
         tokens, read = usage.prompt, usage.read()
         if read is None:
