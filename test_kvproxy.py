@@ -388,9 +388,13 @@ class Rig:
         wait_for(lambda: self.proxy.metrics.number >= count, f"{count} finished requests")
         return list(self.proxy.metrics.recent)
 
+    def hang_up(self) -> None:
+        """Close the clients' connections."""
+        while self.peers:
+            self.peers.pop().close()
+
     def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
+        self.hang_up()
         self.proxy.stop(0)
         self.server.close()
 
@@ -404,6 +408,29 @@ class LogLines(kvproxy.logging.Handler):
 
     def emit(self, record: Any) -> None:
         self.lines.append(record.getMessage())
+
+
+SHARED: list[Rig] = []  # those that live longer than one test
+
+
+@pytest.fixture(autouse=True)
+def hang_up_shared() -> Iterator[None]:
+    """A shared rig's clients leave after each test: select() takes no descriptor above 1023."""
+    yield
+    for one in SHARED:
+        one.hang_up()
+
+
+@contextlib.contextmanager
+def shared_rig(**settings: Any) -> Iterator[Rig]:
+    """A rig for many tests; its scripts' assertions count at the end."""
+    made = Rig(**settings)
+    SHARED.append(made)
+    yield made
+    SHARED.remove(made)
+    made.close()
+    for fault in made.server.faults:
+        raise fault
 
 
 @pytest.fixture
@@ -1425,10 +1452,8 @@ SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
 @pytest.fixture(scope="module")
 def scrub_wire() -> Iterator[Rig]:
     """One proxy with every feature on, shared by tests whose conversations have nothing in common."""
-    made = Rig(log_level="info")
-    yield made
-    made.close()
-    assert not made.server.faults
+    with shared_rig(log_level="info") as made:
+        yield made
 
 
 def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
@@ -6042,11 +6067,8 @@ def relay_pooled(made: Rig) -> None:
 @pytest.fixture(scope="module")
 def relay_rig() -> Iterator[Rig]:
     """One rig for the tables of requests that differ in bytes alone."""
-    made = Rig()
-    yield made
-    made.close()
-    for fault in made.server.faults:
-        raise fault
+    with shared_rig() as made:
+        yield made
 
 
 # --- request bodies ---------------------------------------------------------------------------------------------------
