@@ -3961,10 +3961,6 @@ class Warmup:
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
             return  # an agent that runs its tools is not idle
-        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
-            backend.lost()
-            self.state = "the server is away"
-            return
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
@@ -3972,6 +3968,12 @@ class Warmup:
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
+        if not heads:
+            return  # a server that has nothing to read is not asked anything
+        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
+            backend.lost()
+            self.state = "the server is away"
+            return
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
