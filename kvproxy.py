@@ -1694,7 +1694,7 @@ def usage_of(*windows: bytes) -> Usage:
         for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
             with contextlib.suppress(ValueError, RecursionError):
                 event = member(json.loads(line.removeprefix(b"data:")))
-                for part in (event, member(event.get("message")), member(event.get("response"))):
+                for part in filter(None, (event, member(event.get("message")), member(event.get("response")))):
                     read_numbers(found, part)
                 continue
             for match in list(NUMBERS.finditer(line))[-8:]:  # the line's start is cut off
@@ -1722,7 +1722,7 @@ def read_numbers(found: dict[str, float], part: Json) -> None:
     """Enter the numbers of an answer, or of the object in an event that has its usage, into `found`."""
     usage = member(part.get("usage"))
     details = [member(usage.get(key)) for key in ("prompt_tokens_details", "input_tokens_details")]
-    for numbers in (part, member(part.get("timings")), usage, *details):
+    for numbers in filter(None, (part, member(part.get("timings")), usage, *details)):
         for name, keys in USAGE_KEYS.items():
             for number in [numbers[key] for key in keys if key in numbers]:
                 if type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
@@ -2149,6 +2149,9 @@ SIDE_SHAPES = re.compile(  # in the system prompt or the last turn
 )
 
 
+SIDE_WORDS = ("itle", "ITLE", "uggest", "redict", "ummar")  # one must be there before the slow search
+
+
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion, sub-agent); '' for others.
 
@@ -2162,8 +2165,10 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return ""
     if "'title': {" in str(body.get("output_config") or body.get("text")):  # a property; every schema may have a title
         return "title"
-    found = (SIDE_SHAPES.search(turn.text()[:4000]) for turn in (*view.system()[:1], *view.turns[-1:]))
-    return next((str(match.lastgroup) for match in found if match), "")
+    for text in [turn.text()[:4000] for turn in (*view.system()[:1], *view.turns[-1:])]:
+        if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
+            return str(match.lastgroup)
+    return ""
 
 
 # ======================================================================================================================
