@@ -62,7 +62,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 try:
     import ssl
@@ -291,8 +291,9 @@ def dialect_of(path: str) -> tuple[Dialect | None, bool]:
 
 
 class Slot(NamedTuple):
-    """A place in the body that holds one text."""
+    """A place in a turn that holds one text."""
 
+    turn: Turn
     holder: Any
     key: Any
 
@@ -301,6 +302,7 @@ class Slot(NamedTuple):
 
     def set(self, text: str) -> None:
         self.holder[self.key] = text
+        self.turn.raw = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -309,24 +311,50 @@ class Turn:
 
     Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user message that only carries
     tool results has the role tool.
+
+    Requests that repeat a turn share it, with what was found out about it; so only an own() copy may be changed.
     """
 
     role: str
     holder: Json
     key: str
     item: Json | None
-    found: list[Slot] | None = None  # slots(), remembered; None again when parts were added or taken out
+    found: list[Slot] | None = None  # slots(), remembered
+    raw: bytes | None = None  # the item as JSON
+    counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
+    mark: tuple[str | None, bytes] | None = None  # for Replay: what it says, and its link in the chain
+    told: str | None = None  # for the ledger: all that the server reads of it
+
+    def own(self) -> Turn:
+        """A copy that may be changed."""
+        if self.item is None:
+            return self
+        item = dict(self.item)
+        if isinstance(content := item.get(self.key), list):
+            item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
+        return Turn(self.role, item, self.key, item)
+
+    def refit(self, content: Any) -> None:
+        """Replace the content as a whole."""
+        self.holder[self.key], self.found, self.raw = content, None, None
+
+    def json(self) -> bytes:
+        """The item as JSON: as it came, if nobody changed it."""
+        if self.raw is None:
+            self.raw = dump(self.item)
+        return self.raw
 
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, in order; tool calls and tool results are not among them."""
         if self.found is None:
             content = self.holder.get(self.key)
-            self.found = [Slot(self.holder, self.key)] if isinstance(content, str) else []
+            found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
             for index, part in enumerate(content if isinstance(content, list) else ()):
                 if isinstance(part, str):
-                    self.found.append(Slot(content, index))
+                    found.append(Slot(self, content, index))
                 elif isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
-                    self.found.append(Slot(part, "text"))
+                    found.append(Slot(self, part, "text"))
+            self.found = found
         return self.found
 
     def text(self) -> str:
@@ -390,6 +418,23 @@ class View:
         if None not in items:
             self.body[self.dialect.turns] = items
 
+    def replace(self, turn: Turn, new: Turn) -> Turn:
+        """Put a changed turn in a turn's place."""
+        if new is not turn:
+            self.turns[self.turns.index(turn)] = new
+            self.store()
+        return new
+
+    def dump(self) -> bytes:
+        """The body as JSON, with the turns that nobody changed in the bytes they came in."""
+        key = self.dialect.turns
+        if any(turn.item is None for turn in self.turns):
+            return dump(self.body)
+        # NaN marks the place: parse() lets none through, and within a text the quotes before it would be escaped.
+        mark = b'"%s":NaN' % key.encode()
+        head, _, tail = dump({**self.body, key: HOLE}).partition(mark)
+        return b"".join((head, mark[:-3], b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
+
 
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`."""
@@ -450,6 +495,16 @@ def _finite(text: str) -> float:
     return number
 
 
+HOLE = float("nan")  # stands in a body where its turns were; a client's own NaN is refused
+
+
+def _hole(name: str) -> float:
+    return HOLE if name == "NaN" else _finite(name)
+
+
+_parse_at = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite).raw_decode
+_parse_holed = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_hole).decode
+SPACE = re.compile(r"[ \t\r\n]*")
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
 
 
@@ -479,6 +534,104 @@ def dump(body: Any) -> bytes:
         return json.dumps(body, separators=(",", ":")).encode("ascii")
     except RecursionError:
         raise Unreadable("nested too deeply") from None
+
+
+class Reader:
+    """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
+    need be parsed, scrubbed and written only once. The least recently used go first."""
+
+    JOINS = 16  # how often an opening within a turn is taken for the next turn's before the body is parsed as a whole
+
+    def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
+        """`limit`: bytes of JSON in each of two generations; a turn takes twice to six times that."""
+        self.scrubber, self.limit = scrubber, limit
+        self.newer: dict[bytes, Turn | None] = {}  # None: the bytes are only the beginning of a turn
+        self.older: dict[bytes, Turn | None] = {}
+        self.size = 0
+
+    def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
+        """Raises Unreadable."""
+        if dialect.edited and len(raw) <= PARSE_LIMIT:
+            with contextlib.suppress(ValueError, StopIteration, RecursionError):
+                body, turns = self.split(bytes(raw), dialect)
+                if (view := view_of(body, dialect)) is not None:
+                    view.turns = turns
+                    view.store()
+                    return view
+        view = view_of(parse(raw), dialect)
+        if view is None:
+            raise Unreadable("unknown shape")
+        return view
+
+    def split(self, raw: bytes, dialect: Dialect) -> tuple[Json, list[Turn]]:
+        """A body without its turns, and these, told apart by the member that most clients begin them with: such a quote
+        stands in no text, where it would be escaped. Raises ValueError, StopIteration or RecursionError where that does
+        not work out, or the body is not JSON."""
+        key, opening = dialect.turns, b'{"role":' if dialect.turns == "messages" else b'{"type":'
+        start = raw.find(b'"%s":' % key.encode())
+        first, *parts = raw[start:].split(opening)
+        first = first.rstrip()
+        if start < 0 or not first.endswith(b"["):
+            raise Unreadable("not the usual spelling")
+        left, turns, tail = iter(parts), list[Turn](), None
+        while tail is None:
+            piece = opening + next(left)
+            while (turn := self.recall(piece)) is None:
+                piece += opening + next(left)
+            if turn and (turn.role != "system" or not (turns or dialect.system)):
+                turns.append(turn)
+                continue
+            text, at, joins = piece.decode(), 0, 0
+            while tail is None and at < len(text):
+                try:
+                    item, end = _parse_at(text, at)
+                except json.JSONDecodeError:  # the opening stood within a turn
+                    if joins == self.JOINS:
+                        raise
+                    if at == 0:
+                        self.keep(piece, None)
+                    more, joins = opening + next(left), joins + 1
+                    piece, text = piece + more, text + more.decode()
+                    continue
+                turns.append(self.turn(item, text[at:end].encode(), not (turns or dialect.system)))
+                at = SPACE.match(text, end).end()  # type: ignore[union-attr]
+                if text[at : at + 1] == "]":
+                    tail = text[at + 1 :]
+                elif text[at : at + 1] == ",":
+                    at = SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
+                else:
+                    raise Unreadable("not the usual spelling")
+        rest = tail + b"".join([opening + part for part in left]).decode()
+        holed = (raw[:start] + first[:-1]).decode() + "NaN" + rest
+        body = _parse_holed(holed)
+        if holed.count("NaN") != 1 or body.get(key) is not HOLE:
+            raise Unreadable("not the usual spelling")
+        return {**body, key: []}, turns
+
+    def turn(self, item: Any, raw: bytes, first: bool) -> Turn:
+        if not isinstance(item, dict):
+            raise Unreadable("unknown shape")
+        turn = turn_of(item)
+        turn.raw = raw
+        if turn.role != "system" or first:  # what is cut out of another system text depends on those before it
+            if turn.role in ("user", "system") and self.scrubber is not None:
+                turn.counts = self.scrubber.edit(turn, True)
+            self.keep(raw, turn)
+        return turn
+
+    def recall(self, piece: bytes) -> Turn | None | Literal[False]:
+        """The turn in these bytes, behind which a comma may stand; False when it is not known."""
+        raw = piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
+        turn: Turn | None | Literal[False] = self.newer.get(raw, False)
+        if turn is False and (turn := self.older.get(raw, False)) is not False:
+            self.keep(raw, turn)
+        return turn
+
+    def keep(self, raw: bytes, turn: Turn | None) -> None:
+        self.size += len(raw) + 1000
+        if self.size > self.limit:
+            self.older, self.newer, self.size = self.newer, {}, 0
+        self.newer[raw] = turn
 
 
 @dataclasses.dataclass
@@ -744,7 +897,6 @@ class Scrubber:
         self.config = config
         self.rules = [rule for rule in RULES if rule.on(config)]
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
-        self.memo: dict[tuple[str, str, bool], tuple[str, list[tuple[str, int]]]] = {}
 
     def may_edit_users(self, raw: bytes | bytearray, start: int) -> bool:
         """Whether a rule could change a user text in raw[start:], the bytes of a body. Each search costs 0.3 ms a MB, so
@@ -760,40 +912,34 @@ class Scrubber:
         for turn in view.all():
             if turn.role not in ("system", "user"):
                 continue
-            changed, slots, user = False, turn.slots(), turn.role == "user"
-            first = user or not seen_system
-            for slot in slots:
-                before = slot.get()
-                changed |= self.edit(slot, turn.role, first, report)
-                first = first and user and slot is not slots[-1] and only_lead(before)
-            seen_system = seen_system or (not user and bool(slots))
-            if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
-                for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
-                    del turn.item[key]
-                    report.msg_ids_removed += 1
-                    changed = True
-            report.items_modified += changed
+            if turn.counts is None:
+                turn.counts = self.edit(turn, not seen_system)
+            seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
+            for counter, count in turn.counts:
+                setattr(report, counter, getattr(report, counter) + count)
+            report.items_modified += bool(turn.counts)
         if report.billing_removed:
             drop_empty_first(view)
         if self.config.system_first:
             system_first(view, report)
 
-    def edit(self, slot: Slot, role: str, first: bool, report: Report) -> bool:
-        """Edit one text; whether it changed. History comes again with every request, so results are remembered."""
-        old = slot.get()
-        key = (old, role, first)
-        known = self.memo.get(key)
-        if known is None:
-            known = self.cut(old, role, first)
-            if len(old) <= MEMO_TEXT:
-                remember(self.memo, key, known)
-        text, counts = known
-        for counter, count in counts:
-            setattr(report, counter, getattr(report, counter) + count)
-        if text == old:
-            return False
-        slot.set(text)
-        return True
+    def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
+        """Edit a turn, in place; what to count. `first`: no other system text stands before this one."""
+        counts, slots, user = [], turn.slots(), turn.role == "user"
+        first = first or user
+        for slot in slots:
+            before = slot.get()
+            text, removed = self.cut(before, turn.role, first)
+            if text != before:
+                slot.set(text)
+            counts += removed
+            first = first and user and slot is not slots[-1] and only_lead(before)
+        if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
+            for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
+                del turn.item[key]
+                turn.raw = None
+                counts.append(("msg_ids_removed", 1))
+        return counts
 
     def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
         """The text after all rules, and what to count."""
@@ -816,10 +962,7 @@ class Scrubber:
         return text, [pair for pair in counts if pair[1]]
 
 
-MEMO_TEXT, MEMO_SIZE = 4096, 4096  # longest text remembered, in characters; texts remembered: 32 MB of ASCII at worst
-
-
-def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = MEMO_SIZE) -> None:
+def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
     """Keep a result; a full memo starts anew, which costs one slow request."""
     if len(memo) >= most:
         memo.clear()
@@ -832,8 +975,8 @@ def drop_empty_first(view: View) -> None:
     content, slot = turn.holder.get(turn.key), turn.slots()[0]
     if isinstance(content, list) and len(content) > 1:
         if slot.get() == "":
-            turn.holder[turn.key] = [part for part in content if part is not slot.holder and part != ""]
-            turn.found = None
+            kept = [part for part in content if part is not slot.holder and part != ""]
+            view.replace(turn, turn.own()).refit(kept)
     elif turn.text() == "" and turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
@@ -851,11 +994,11 @@ def reminder(text: str) -> str:
 
 def add_text(view: View, turn: Turn, text: str) -> bool:
     """Append a text to a turn: to its string, or as a part of its own."""
-    content, turn.found = turn.holder.get(turn.key), None
+    content = turn.holder.get(turn.key)
     if isinstance(content, str):
-        turn.holder[turn.key] = content + "\n\n" + text if content else text
+        turn.refit(content + "\n\n" + text if content else text)
     elif isinstance(content, list):
-        content.append({"type": view.dialect.text, "text": text})
+        turn.refit([*content, {"type": view.dialect.text, "text": text}])
     else:
         return False
     return True
@@ -881,7 +1024,7 @@ def system_first(view: View, report: Report) -> None:
     turns = [turn for turn in view.turns if turn not in front]
     report.system_moved += len(front) - (count > 0 and not view.head)  # a first message stays where it is
     if front and not view.head:
-        base, *front = front
+        base, *front = [front[0].own(), *front[1:]]
         if view.dialect.system and not count:
             view.body[view.dialect.system] = base.text()
             view.head.append(Turn("system", view.body, view.dialect.system, None))
@@ -896,12 +1039,13 @@ def system_first(view: View, report: Report) -> None:
         if turn.role == "system" and index > 0:
             report.system_moved += 1
             text = reminder(turn.text())
-            before = kept[-1].item if kept else None
-            if before is not None and before.get("role") == "user" and add_text(view, kept[-1], text):
-                kept[-1].role = turn_of(before).role
+            before = kept[-1].own() if kept else turn
+            if before.item is not None and before.item.get("role") == "user" and add_text(view, before, text):
+                kept[-1] = turn_of(before.item)
                 continue
             if after is not None and after.role == "user" and after.slots():
-                slot = after.slots()[0]
+                turns[index + 1] = after.own()
+                slot = turns[index + 1].slots()[0]
                 slot.set(text + "\n\n" + slot.get())
                 continue
             kind = {"type": "message"} if "type" in (turn.item or {}) else {}
@@ -1052,10 +1196,12 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
     found: list[Lifted] = []
     if replay.rows and any(replay.speaks(turn) for turn in view.turns):
         for turn in view.system():
-            for slot in turn.slots():
-                text, pieces = replay.lift_text(slot.get())
-                slot.set(text)
-                found += pieces
+            cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
+            if any(pieces for _, pieces in cut):
+                turn = view.replace(turn, turn.own())
+                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
+                    slot.set(text)
+                    found += pieces
     return found
 
 
@@ -1112,24 +1258,31 @@ class Unit:
 
 
 class Version:
-    """A unit as it was forwarded once: `items` are JSON objects (own turn first, None: as it comes), `parent` is the
-    (key, serial) of the one before it.
+    """A unit as it was forwarded once: `turns` are its own (None: as it comes) and its carriers, `parent` is the (key,
+    serial) of the one before it.
 
     `claims` are the answers that a client went on from; `open` tells how the others began, '' while that is not known.
     `moved` has hashes: of a decoration that the client rewrote in history, and of what was set down for it last.
     """
 
-    __slots__ = ("claims", "items", "moved", "open", "parent", "serial", "size")
+    __slots__ = ("claims", "moved", "open", "parent", "serial", "size", "turns")
 
-    def __init__(self, items: list[Json | None], parent: tuple[bytes, int] | None, serial: int) -> None:
-        self.items, self.parent, self.serial = items, parent, serial
+    def __init__(self, turns: list[Turn | None], parent: tuple[bytes, int] | None, serial: int) -> None:
+        self.turns, self.parent, self.serial = turns, parent, serial
         self.claims: tuple[bytes, ...] = ()
         self.open: tuple[str, ...] = ()
         self.moved: dict[bytes, bytes] = {}
-        self.size = 1200 + sum(2 * len(dump(item)) for item in items if item)
+        self.size = 1200 + sum(3 * len(turn.json()) for turn in turns if turn)
 
     def decorated(self) -> bool:
-        return self.items != [None]
+        return self.turns != [None]
+
+    def carriers(self) -> list[Turn]:
+        return [turn for turn in self.turns[1:] if turn]
+
+    def equals(self, other: Version) -> bool:
+        items, others = ([turn and turn.item for turn in version.turns] for version in (self, other))
+        return self.parent == other.parent and items == others
 
     def goes_on(self, answer: str, strict: bool) -> bool | None:
         """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
@@ -1176,7 +1329,7 @@ class Store:
         """Remember a version, or take one that is equal already; it waits for an answer."""
         known = self.versions.setdefault(key, [])
         self.versions.move_to_end(key)
-        old = next((v for v in known if v.parent == version.parent and v.items == version.items), None)
+        old = next((v for v in known if v.equals(version)), None)
         if old is None:
             known.append(version)
             self.account(version, 1)
@@ -1252,34 +1405,23 @@ class Replay:
         self.store = Store(config.replay_mb << 20)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.rows = lift_rows(config)
-        self.masks: dict[str, str] = {}
         self.cuts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.held = 0  # characters in both
-
-    def hold(self, memo: dict[str, Any], text: str, value: Any) -> None:
-        """Remember a result, within a sixteenth of the memory for replay."""
-        if self.held + len(text) > self.store.limit >> 4:
-            self.masks, self.cuts, self.held = {}, {}, 0
-        else:
-            memo[text] = value
-            self.held += 2 * len(text)
+        self.held = 0  # characters in it
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory: conversations share their system prompts."""
+        """lift_text() with a memory, a sixteenth of that for replay: conversations share their system prompts."""
         known = self.cuts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            self.hold(self.cuts, text, known)
+            if self.held + len(text) > self.store.limit >> 4:
+                self.cuts, self.held = {}, 0
+            else:
+                self.cuts[text] = known
+                self.held += 2 * len(text)
         return known
 
     def mask(self, text: str) -> str:
-        """mask() with a memory: history comes again with every request."""
-        masked = self.masks.get(text)
-        if masked is None:
-            masked = mask(text, self.patterns)
-            if len(text) <= MEMO_TEXT:
-                self.hold(self.masks, text, masked)
-        return masked
+        return mask(text, self.patterns)
 
     def said(self, turn: Turn) -> str | None:
         """What a user turn says without its decorations; None when it is a carrier, which says nothing else."""
@@ -1298,7 +1440,18 @@ class Replay:
             return False
         parts = listed(turn.holder.get(turn.key))
         results = any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts)
-        return any(self.mask(slot.get()) for slot in turn.slots()) if results else bool(self.said(turn))
+        return any(self.mask(slot.get()) for slot in turn.slots()) if results else bool(self.link(turn)[0])
+
+    def link(self, turn: Turn) -> tuple[str | None, bytes]:
+        """What a turn says (None: it is a carrier), and what it adds to the chain of keys."""
+        if turn.mark is None:
+            said = self.said(turn) if turn.role == "user" else turn.text().strip() + turn.rest()
+            role = turn.role
+            if turn.item is not None and turn.item.get("role") == "user":
+                role = "user"  # also results of tools, which came with a reminder or without
+            data = ((said or "") if role == "user" else gist(said or "")).encode("utf-8", "surrogatepass")
+            turn.mark = said, b"\0%s %d\0" % (role.encode(), len(data)) + data
+        return turn.mark
 
     def units(self, view: View, turns: list[Turn]) -> list[Unit]:
         """The turns behind the system prompt as units with chained keys."""
@@ -1306,22 +1459,14 @@ class Replay:
         chain.update(digest(*(turn.text() for turn in view.system())))
         units = [Unit(None, "", chain.digest())]
         for turn in turns:
-            role, said = turn.role, None
-            if role == "user":
-                said = self.said(turn)
-                if said is None:
-                    units[-1].carriers.append(turn)
-                    continue
-            elif role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", digest(chain.digest(), role)))
+            if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
+                units.append(Unit(turn, "", digest(chain.digest(), turn.role)))
                 continue
-            elif turn.item is not None and turn.item.get("role") == "user":
-                role = "user"  # results of tools, which came with a reminder or without
+            said, link = self.link(turn)
             if said is None:
-                said = turn.text().strip() + turn.rest()
-            data = (said if role == "user" else gist(said)).encode("utf-8", "surrogatepass")
-            chain.update(b"\0%s %d\0" % (role.encode(), len(data)))
-            chain.update(data)
+                units[-1].carriers.append(turn)
+                continue
+            chain.update(link)
             units.append(Unit(turn, said, chain.digest()))
         return units
 
@@ -1416,18 +1561,18 @@ class Replay:
             if said_before or any(index >= taker for index in path):
                 due = []
         turn = units[taker].turn if taker >= 0 else None
-        if turn is None or not (due or fresh):  # else it is the request's own turn, not one of the store's
+        if turn is None or not (due or fresh):
             return None, []
+        turn = units[taker].turn = turn.own()
         report.lifted += len(fresh)
         text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in fresh])
         slot = next((slot for slot in reversed(turn.slots()) if self.mask(slot.get())), None)
         if slot is not None:
             slot.set(text + "\n\n" + slot.get())
-        elif isinstance(turn.holder[turn.key], str):
-            turn.holder[turn.key] = text + "\n\n" + turn.holder[turn.key]
+        elif isinstance(content := turn.holder[turn.key], str):
+            turn.refit(text + "\n\n" + content)
         else:
-            turn.holder[turn.key].insert(0, {"type": kind, "text": text})
-            turn.found = None
+            turn.refit([{"type": kind, "text": text}, *content])
         return taker if taker < last else None, fresh
 
     def learn(self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace) -> None:
@@ -1441,10 +1586,10 @@ class Replay:
             own = None  # stands for "as it comes"
             turn = unit.turn if unit.role() == "user" else None
             if turn is not None and turn.text().strip() + turn.rest() != unit.said:
-                own = stored_item(turn.item or {"role": "user", "content": turn.text()})
-            items = [own, *(stored_item(turn.item) for turn in unit.carriers if turn.item is not None)]
+                own = stored(turn)
+            turns = [own, *(stored(turn) for turn in unit.carriers)]
             self.store.serial += 1
-            path[index] = version = self.store.add(unit.key, Version(items, parent, self.store.serial))
+            path[index] = version = self.store.add(unit.key, Version(turns, parent, self.store.serial))
             trace.newest.append(version)
             if version.decorated():
                 remember(self.store.talks, trace.conversation, None, self.store.limit >> 10)
@@ -1534,18 +1679,18 @@ class Moved(NamedTuple):
 def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> list[Moved]:
     """Put the stored form of each known unit in its place; returns what the client has rewritten there since."""
     moved: list[Moved] = []
-    standing = {turn_of(item).text().strip() for version in path.values() for item in version.items[1:] if item}
+    standing = {turn.text().strip() for version in path.values() for turn in version.carriers()}
     for index, version in sorted(path.items()):
-        unit, own, changed = units[index], version.items[0], False
+        unit, own, changed = units[index], version.turns[0], False
         if own is not None and unit.turn is not None:
             bare_again = unit.turn.text().strip() + unit.turn.rest() == unit.said
-            was, now = ([], []) if bare_again else (dressing(turn_of(own)), dressing(unit.turn))
+            was, now = ([], []) if bare_again else (dressing(own), dressing(unit.turn))
             if any(piece[0] == "event" and piece not in was for piece in now):
                 continue  # it tells something new
             moved += rewritten(version, was, now)
-            if not same_item(own, unit.turn.item):
-                unit.turn, changed = turn_of(own), True
-        carriers = [turn_of(item) for item in version.items[1:] if item is not None]
+            if not same_turn(own, unit.turn):
+                unit.turn, changed = own, True
+        carriers = version.carriers()
         if unit.carriers:
             found = rewritten(version, [carried(turn) for turn in carriers], [carried(turn) for turn in unit.carriers])
             gone = standing.union(one.now for one in found if one.before)
@@ -1628,23 +1773,21 @@ def agrees(hint: str, answer: str) -> bool | None:
     return None if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b else False
 
 
-def stored_item(item: Json) -> Json:
-    """An item as it is kept for replay: without cache_control, which moves from turn to turn and may not pile up."""
-    item = bare(item)
-    content = item.get("content")
-    if isinstance(content, list) and any(isinstance(part, dict) and "cache_control" in part for part in content):
-        item["content"] = [
-            {k: v for k, v in p.items() if k != "cache_control"} if isinstance(p, dict) else p for p in content
-        ]
-    return item
+def stored(turn: Turn) -> Turn:
+    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may not pile up."""
+    item = bare(turn.item or {"role": "user", "content": turn.text()})
+    if isinstance(content := item.get("content"), list):
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+    return turn_of(item)
 
 
-def same_item(stored: Json, item: Json | None) -> bool:
-    """Whether two items read the same to the server: cache_control, and string or one-part form, do not count."""
-    if item is None:
+def same_turn(stored: Turn, turn: Turn) -> bool:
+    """Whether two turns read the same to the server: cache_control, and string or one-part form, do not count."""
+    if turn.item is None:
         return True
-    a, b = turn_of(stored), turn_of(item)
-    return [slot.get() for slot in a.slots()] == [slot.get() for slot in b.slots()] and a.rest() == b.rest()
+    return [slot.get() for slot in stored.slots()] == [
+        slot.get() for slot in turn.slots()
+    ] and stored.rest() == turn.rest()
 
 
 # ======================================================================================================================
@@ -1816,7 +1959,9 @@ def segments_of(view: View) -> list[Segment]:
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
-        found.append(Segment(f"turn {number} ({role})", said(turn)))
+        if turn.told is None:
+            turn.told = said(turn)
+        found.append(Segment(f"turn {number} ({role})", turn.told))
     return found
 
 
@@ -2184,6 +2329,9 @@ REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model is working, and there is time to explain
 LINGER = 2.0  # seconds a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
+PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pump()
+PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
+LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
 TAP_BYTES = 65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
 
 # RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and stays.
@@ -3072,7 +3220,7 @@ class Relay(socketserver.BaseRequestHandler):
         chunks = Chunks() if response.framing == "chunked" else None
         tap = exchange.tap
         pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
-        done = False
+        done, hurried, due, looked, busy, clock = False, False, 0.0, 0.0, self.server.busy, time.monotonic
         while not done:
             if wire.buf:
                 data = wire.take()
@@ -3080,11 +3228,20 @@ class Relay(socketserver.BaseRequestHandler):
                 if pending:
                     send(pending)
                     pending = b""
-                if wait(timeout) == "timeout":
-                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
+                # As network cards moderate interrupts: when the streams bring more pieces than one interpreter can
+                # pass on singly, each is read a little later, and then more at once. At a model's pace none waits.
+                if not hurried or due > looked + LOOK_SECONDS:
+                    if wait(timeout) == "timeout":
+                        raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
+                    looked = clock()
+                    hurried = looked < due
+                if hurried and (early := due - clock()) > 0:
+                    time.sleep(early)
                 try:
                     data = recv(65536)
+                    due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
                 except AGAIN:
+                    hurried = False
                     continue
                 except OSError as error:
                     raise BrokenOff(f"the server's connection broke ({error})") from None
@@ -3358,6 +3515,7 @@ class Proxy:
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
         self.scrubber = Scrubber(self.config)
+        self.reader = Reader(self.scrubber if self.config.scrub else None, self.config.replay_mb << 17)
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
@@ -3466,7 +3624,7 @@ class Proxy:
         if replays and len(raw) > 65536 and self.is_clean(exchange, raw):
             exchange.deferred = True
             return
-        view = readable_view(raw, dialect)
+        view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
         report.items = len(view.turns)
         if scrubs:
@@ -3479,7 +3637,7 @@ class Proxy:
             exchange.trace = Trace(self.replay.conversation(view))
         exchange.view = view
         if report.edits():
-            exchange.forwarded = dump(view.body)
+            exchange.forwarded = view.dump()
 
     def is_clean(self, exchange: Exchange, raw: bytes | bytearray) -> bool:
         """Whether a large body surely needs no edit: nothing is stored for its conversation, and no marker stands in it.
@@ -3539,7 +3697,7 @@ class Proxy:
     def learn_late(self, exchange: Exchange) -> None:
         raw, dialect = exchange.received, exchange.dialect
         assert raw is not None and dialect is not None
-        view = readable_view(raw, dialect)
+        view = self.reader.view(raw, dialect)
         exchange.report.items = len(view.turns)
         exchange.trace = self.replay.apply(view, [], Report(), raw)
         exchange.view = view
@@ -3603,13 +3761,6 @@ class Proxy:
             self.log.info("    %s", line)
         if warning:
             self.log.warning("%s", warning)
-
-
-def readable_view(raw: bytes | bytearray, dialect: Dialect) -> View:
-    view = view_of(parse(raw), dialect)
-    if view is None:
-        raise Unreadable("unknown shape")
-    return view
 
 
 def is_loopback(host: str) -> bool:
