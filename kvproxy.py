@@ -321,6 +321,7 @@ class Turn:
     item: Json | None
     found: list[Slot] | None = None  # slots(), remembered
     raw: bytes | None = None  # the item as JSON
+    kept: bool = False  # shared with later requests
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
     mark: tuple[str | None, bytes] | None = None  # for Replay: what it says, and its link in the chain
     told: str | None = None  # for the ledger: all that the server reads of it
@@ -394,7 +395,8 @@ def bare(part: Json) -> Json:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text that stands beside the list; `turns` are the list's entries."""
+    """A request body as turns. `head` is system text that stands beside the list; `turns` are the list's entries, which
+    are only in `body` itself after store()."""
 
     body: Json
     dialect: Dialect
@@ -413,22 +415,20 @@ class View:
         return self.head + self.turns[: self.leading()]
 
     def store(self) -> None:
-        """Write `turns` back into the body after turns were added, replaced or taken out."""
-        items = [turn.item for turn in self.turns]
-        if None not in items:
-            self.body[self.dialect.turns] = items
+        """Write `turns` back into the body."""
+        if not self.turns or self.turns[0].item is not None:
+            self.body[self.dialect.turns] = [turn.item for turn in self.turns]
 
     def replace(self, turn: Turn, new: Turn) -> Turn:
         """Put a changed turn in a turn's place."""
         if new is not turn:
             self.turns[self.turns.index(turn)] = new
-            self.store()
         return new
 
     def dump(self) -> bytes:
         """The body as JSON, with the turns that nobody changed in the bytes they came in."""
         key = self.dialect.turns
-        if any(turn.item is None for turn in self.turns):
+        if self.turns and self.turns[0].item is None:
             return dump(self.body)
         # NaN marks the place: parse() lets none through, and within a text the quotes before it would be escaped.
         mark = b'"%s":NaN' % key.encode()
@@ -536,6 +536,16 @@ def dump(body: Any) -> bytes:
         raise Unreadable("nested too deeply") from None
 
 
+class Prefix(NamedTuple):
+    """The beginning of a body's list of turns; `early` holds the first of them, `late` the others."""
+
+    dialect: Dialect
+    early: bytes
+    late: bytes
+    turns: list[Turn]
+    early_turns: int
+
+
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
     need be parsed, scrubbed and written only once. The least recently used go first."""
@@ -548,38 +558,42 @@ class Reader:
         self.newer: dict[bytes, Turn | None] = {}  # None: the bytes are only the beginning of a turn
         self.older: dict[bytes, Turn | None] = {}
         self.size = 0
+        self.prefixes: list[Prefix] = []
+        self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             with contextlib.suppress(ValueError, StopIteration, RecursionError):
-                body, turns = self.split(bytes(raw), dialect)
+                body, turns = self.split(raw, dialect)
                 if (view := view_of(body, dialect)) is not None:
                     view.turns = turns
-                    view.store()
                     return view
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes, dialect: Dialect) -> tuple[Json, list[Turn]]:
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> tuple[Json, list[Turn]]:
         """A body without its turns, and these, told apart by the member that most clients begin them with: such a quote
         stands in no text, where it would be escaped. Raises ValueError, StopIteration or RecursionError where that does
         not work out, or the body is not JSON."""
-        key, opening = dialect.turns, b'{"role":' if dialect.turns == "messages" else b'{"type":'
-        start = raw.find(b'"%s":' % key.encode())
-        first, *parts = raw[start:].split(opening)
-        first = first.rstrip()
-        if start < 0 or not first.endswith(b"["):
+        mark, opening = b'"%s":' % dialect.turns.encode(), b'{"role":' if dialect.turns == "messages" else b'{"type":'
+        start = raw.find(mark)
+        turns, bounds = self.begin(raw, start, dialect)
+        place = bounds[-1][1] if bounds else start
+        first, *parts = bytes(memoryview(raw)[place:]).split(opening)
+        if first and (start < 0 or turns or first[len(mark) :].strip() != b"["):
             raise Unreadable("not the usual spelling")
-        left, turns, tail = iter(parts), list[Turn](), None
+        left, tail, place = iter(parts), None, place + len(first)
         while tail is None:
+            bounds.append((len(turns), place))
             piece = opening + next(left)
             while (turn := self.recall(piece)) is None:
                 piece += opening + next(left)
             if turn and (turn.role != "system" or not (turns or dialect.system)):
                 turns.append(turn)
+                place += len(piece)
                 continue
             text, at, joins = piece.decode(), 0, 0
             while tail is None and at < len(text):
@@ -601,31 +615,61 @@ class Reader:
                     at = SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
                 else:
                     raise Unreadable("not the usual spelling")
+            place += len(piece)
         rest = tail + b"".join([opening + part for part in left]).decode()
-        holed = (raw[:start] + first[:-1]).decode() + "NaN" + rest
+        holed = f"{raw[:start].decode()}{mark.decode()}NaN{rest}"
         body = _parse_holed(holed)
-        if holed.count("NaN") != 1 or body.get(key) is not HOLE:
+        if holed.count("NaN") != 1 or body.get(dialect.turns) is not HOLE:
             raise Unreadable("not the usual spelling")
-        return {**body, key: []}, turns
+        self.end(raw, start, dialect, turns, bounds)
+        return {**body, dialect.turns: []}, turns
+
+    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], list[tuple[int, int]]]:
+        """The turns that a body's list has in common with an earlier one, and bounds: (turns, bytes) up to there."""
+        for prefix in self.prefixes:
+            middle = start + len(prefix.early)
+            if prefix.dialect is dialect and raw.startswith(prefix.early, start):
+                if raw.startswith(prefix.late, middle):
+                    bounds = [(prefix.early_turns, middle), (len(prefix.turns), middle + len(prefix.late))]
+                    return prefix.turns[:], bounds
+                return prefix.turns[: prefix.early_turns], [(prefix.early_turns, middle)]
+        return [], []
+
+    def end(
+        self, raw: bytes | bytearray, start: int, dialect: Dialect, turns: list[Turn], bounds: list[tuple[int, int]]
+    ) -> None:
+        """Note the beginning of a large body: up to its newest user turn, which may come in another form next time, and
+        up to its last turn."""
+        if len(raw) < self.short or any(turn.role == "system" and not turn.kept for turn in turns):
+            return
+        newest = next((i for i in range(len(turns) - 1, -1, -1) if turns[i].role == "user"), 0)
+        count, middle = next((bound for bound in reversed(bounds) if bound[0] <= newest), bounds[0])
+        most, end = bounds[-1]
+        if bounds[1:2] == bounds[2:] and count == bounds[0][0]:
+            return  # nothing new
+        prefix = Prefix(dialect, bytes(raw[start:middle]), bytes(raw[middle:end]), turns[:most], count)
+        others = [other for other in self.prefixes if not raw.startswith(other.early, start)]
+        room = itertools.accumulate([end - start, *(len(other.early) + len(other.late) for other in others)])
+        self.prefixes = [one for one, used in zip([prefix, *others[:7]], room, strict=False) if used <= self.limit]
 
     def turn(self, item: Any, raw: bytes, first: bool) -> Turn:
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         turn = turn_of(item)
-        turn.raw = raw
-        if turn.role != "system" or first:  # what is cut out of another system text depends on those before it
+        turn.raw, turn.kept = raw, turn.role != "system" or first
+        if turn.kept:  # what is cut out of another system text depends on those before it
             if turn.role in ("user", "system") and self.scrubber is not None:
                 turn.counts = self.scrubber.edit(turn, True)
             self.keep(raw, turn)
         return turn
 
     def recall(self, piece: bytes) -> Turn | None | Literal[False]:
-        """The turn in these bytes, behind which a comma may stand; False when it is not known."""
+        """The turn in these bytes, behind which a comma must stand; False when it is not known."""
         raw = piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
         turn: Turn | None | Literal[False] = self.newer.get(raw, False)
         if turn is False and (turn := self.older.get(raw, False)) is not False:
             self.keep(raw, turn)
-        return turn
+        return turn if turn is None or raw is not piece else False
 
     def keep(self, raw: bytes, turn: Turn | None) -> None:
         self.size += len(raw) + 1000
@@ -887,9 +931,6 @@ RULES = (
 )  # fmt: skip
 
 
-DATED = re.compile(rb" 20\d\d-\d\d-\d\d[ T]")  # every stamp has this
-
-
 class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
@@ -897,13 +938,6 @@ class Scrubber:
         self.config = config
         self.rules = [rule for rule in RULES if rule.on(config)]
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
-
-    def may_edit_users(self, raw: bytes | bytearray, start: int) -> bool:
-        """Whether a rule could change a user text in raw[start:], the bytes of a body. Each search costs 0.3 ms a MB, so
-        the id keys in a block, which is JSON inside of JSON, are looked for by the end that they share."""
-        return bool(self.patterns) or (
-            raw.find(b"message_id", start) >= 0 or raw.find(b'id\\"', start) >= 0 or bool(DATED.search(raw, start))
-        )
 
     def apply(self, view: View, report: Report) -> None:
         """Run the table over a view, in place, then put the system text first."""
@@ -982,7 +1016,6 @@ def drop_empty_first(view: View) -> None:
         view.head.remove(turn)
     elif turn.text() == "" and len(view.turns) > 1:
         view.turns.remove(turn)
-        view.store()
 
 
 # --- roles: the system text comes first ---------------------------------------------------------------------------------
@@ -1052,7 +1085,6 @@ def system_first(view: View, report: Report) -> None:
             turn = turn_of({**kind, "role": "user", "content": text})
         kept.append(turn)
     view.turns = kept
-    view.store()
 
 
 def scrub(payload: Json, config: Config | None = None, dialect: str | None = None) -> tuple[Json, Report]:
@@ -1074,6 +1106,7 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
         Scrubber(config).apply(view, report)
+        view.store()
     return body, report
 
 
@@ -1243,18 +1276,25 @@ def digest(*parts: str | bytes) -> bytes:
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
+Key = bytes | int
+
+
 class Unit:
     """A turn, the carriers behind it, and its key in the chain. The first unit has no turn: it stands for the head."""
 
     __slots__ = ("carriers", "key", "said", "shed", "turn")
 
-    def __init__(self, turn: Turn | None, said: str, key: bytes) -> None:
+    def __init__(self, turn: Turn | None, said: str, key: Key) -> None:
         self.turn, self.said, self.key = turn, said, key
         self.carriers: list[Turn] = []
         self.shed = False  # a carrier was dropped here
 
     def role(self) -> str:
         return self.turn.role if self.turn else "head"
+
+    def head(self) -> bytes:
+        """The first unit's key: the same in another process, which Python's hash() is not."""
+        return self.key if isinstance(self.key, bytes) else b""
 
 
 class Version:
@@ -1267,7 +1307,7 @@ class Version:
 
     __slots__ = ("claims", "moved", "open", "parent", "serial", "size", "turns")
 
-    def __init__(self, turns: list[Turn | None], parent: tuple[bytes, int] | None, serial: int) -> None:
+    def __init__(self, turns: list[Turn | None], parent: tuple[Key, int] | None, serial: int) -> None:
         self.turns, self.parent, self.serial = turns, parent, serial
         self.claims: tuple[bytes, ...] = ()
         self.open: tuple[str, ...] = ()
@@ -1310,22 +1350,21 @@ class Store:
         self.lock = threading.Lock()
         self.limit, self.size, self.serial = limit, 0, 0
         self.listed = 0  # the part of `size` that tools and their orders take
-        self.versions: collections.OrderedDict[bytes, list[Version]] = collections.OrderedDict()
-        self.talks: dict[str, None] = {}  # conversations of which something is stored that could change a request
+        self.versions: collections.OrderedDict[Key, list[Version]] = collections.OrderedDict()
         self.tools: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # first-seen spelling
         self.spelled: dict[str, bytes] = {}
         self.clean: collections.deque[tuple[bytes, list[bytes]]] = collections.deque(maxlen=8)
         self.orders: collections.OrderedDict[bytes, list[bytes]] = collections.OrderedDict()
-        self.echoes: dict[bytes, None] = {}  # first keys of conversations whose clients send answers back as they were
+        self.echoes: dict[Key, None] = {}  # first keys of conversations whose clients send answers back as they were
 
-    def find(self, key: bytes) -> list[Version]:
+    def find(self, key: Key) -> list[Version]:
         found = self.versions.get(key)
         if found is None:
             return []
         self.versions.move_to_end(key)
         return found
 
-    def add(self, key: bytes, version: Version) -> Version:
+    def add(self, key: Key, version: Version) -> Version:
         """Remember a version, or take one that is equal already; it waits for an answer."""
         known = self.versions.setdefault(key, [])
         self.versions.move_to_end(key)
@@ -1449,32 +1488,30 @@ class Replay:
             role = turn.role
             if turn.item is not None and turn.item.get("role") == "user":
                 role = "user"  # also results of tools, which came with a reminder or without
-            data = ((said or "") if role == "user" else gist(said or "")).encode("utf-8", "surrogatepass")
-            turn.mark = said, b"\0%s %d\0" % (role.encode(), len(data)) + data
+            turn.mark = said, digest(role, (said or "") if role == "user" else gist(said or ""))
         return turn.mark
 
     def units(self, view: View, turns: list[Turn]) -> list[Unit]:
         """The turns behind the system prompt as units with chained keys."""
-        chain = hashlib.blake2b(view.dialect.name.encode(), digest_size=12)
-        chain.update(digest(*(turn.text() for turn in view.system())))
-        units = [Unit(None, "", chain.digest())]
+        key: Key = digest(view.dialect.name, *(turn.text() for turn in view.system()))
+        units = [Unit(None, "", key)]
         for turn in turns:
             if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", digest(chain.digest(), turn.role)))
+                units.append(Unit(turn, "", hash((key, turn.role))))
                 continue
-            said, link = self.link(turn)
+            said, link = turn.mark or self.link(turn)
             if said is None:
                 units[-1].carriers.append(turn)
                 continue
-            chain.update(link)
-            units.append(Unit(turn, said, chain.digest()))
+            key = hash((key, link))
+            units.append(Unit(turn, said, key))
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
         """A hash of what a conversation's requests have in common: the system prompt and the first user text, masked."""
         units = self.units(view, view.turns[view.leading() :]) if units is None else units
         first = next((unit.said for unit in units if unit.role() == "user"), "")
-        return digest(units[0].key, first).hex()
+        return digest(units[0].head(), first).hex()
 
     def apply(
         self, view: View, lifted: list[Lifted], report: Report, raw: bytes | bytearray = b"", learn: bool = True
@@ -1495,7 +1532,6 @@ class Replay:
             drop_repeated(units, last, report)
             late, moved = self.set_down(view.dialect.text, units, last, lifted, moved, path, report)
             view.turns = view.turns[:start] + flat(units)
-            view.store()
             if learn:
                 self.learn(units, last, late, path, trace)
                 for one in moved:
@@ -1509,8 +1545,10 @@ class Replay:
         The last one that is known is told by the answer behind it; those before it are its parents, and no others.
         """
         path: dict[int, Version] = {}
-        parent: tuple[bytes, int] | None = None
+        parent: tuple[Key, int] | None = None
         answer: str | None = None  # the assistant turn right behind the unit
+        if not any(unit.key in self.store.versions for unit in units[:last]):
+            return path
         newest = True  # the unit was the newest one in the last request, if that went through here
         for index in range(last - 1, -1, -1):
             key, behind = units[index].key, units[index + 1]
@@ -1591,8 +1629,6 @@ class Replay:
             self.store.serial += 1
             path[index] = version = self.store.add(unit.key, Version(turns, parent, self.store.serial))
             trace.newest.append(version)
-            if version.decorated():
-                remember(self.store.talks, trace.conversation, None, self.store.limit >> 10)
             if index < last:
                 version.claim(next(u.said for u in units[index:] if u.role() == "assistant"))
 
@@ -3289,7 +3325,6 @@ class Exchange:
         self.received: bytes | bytearray | None = None
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
-        self.deferred = False  # forwarded without a parse; learned from later
         self.report, self.trace = Report(), Trace()
         self.verdict: Verdict | None = None
         self.idle = 0.0
@@ -3621,9 +3656,6 @@ class Proxy:
         assert dialect is not None
         scrubs = self.config.scrub and dialect.edited
         replays = scrubs and self.config.replay
-        if replays and len(raw) > 65536 and self.is_clean(exchange, raw):
-            exchange.deferred = True
-            return
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
         report.items = len(view.turns)
@@ -3639,38 +3671,6 @@ class Proxy:
         if report.edits():
             exchange.forwarded = view.dump()
 
-    def is_clean(self, exchange: Exchange, raw: bytes | bytearray) -> bool:
-        """Whether a large body surely needs no edit: nothing is stored for its conversation, and no marker stands in it.
-        Only its beginning is parsed; the rest is learned from while the model works."""
-        dialect, store = exchange.dialect, self.replay.store
-        assert dialect is not None
-        answer = raw.find(b'"role":"assistant"') if dialect.turns == "messages" else -1
-        cut = raw.rfind(b"{", 0, answer)
-        if cut < 0 or (dialect.system and raw.find(b'"system":', cut) >= 0) or self.scrubber.may_edit_users(raw, cut):
-            return False
-        if store.tools and store.clean_tools(raw) is None and b'"tools"' in raw:
-            return False
-        roles = (b'"role":"system"', b'"role":"developer"') if self.config.system_first else ()
-        if any(raw.find(marker, cut) >= 0 for marker in roles):
-            return False
-        try:
-            body = parse(bytes(raw[:cut]).rstrip(b", \n\r\t") + b"]}")
-        except Unreadable:
-            return False
-        view, report = view_of(body, dialect), Report()
-        if view is None or not any(turn.role == "user" for turn in view.turns):
-            return False
-        self.scrubber.apply(view, report)
-        if report.edits() or any(
-            self.replay.lift_text(slot.get())[1] for turn in view.system() for slot in turn.slots()
-        ):
-            return False
-        exchange.trace = Trace(self.replay.conversation(view))
-        if exchange.trace.conversation in store.talks:
-            return False
-        exchange.stream = b'"stream":true' in raw[:4096] or b'"stream":true' in raw[-4096:]
-        return True
-
     # --- while the model works ------------------------------------------------------------------------------------------
 
     def quiet(self, exchange: Exchange) -> None:
@@ -3679,8 +3679,6 @@ class Proxy:
             return
         exchange.explained = True
         try:
-            if exchange.deferred:
-                self.learn_late(exchange)
             view = exchange.view
             if view is not None:
                 agent = exchange.request.get("x-claude-code-agent-id")
@@ -3689,18 +3687,8 @@ class Proxy:
                 exchange.verdict = self.ledger.judge(
                     segments_of(view), exchange.trace.conversation, side, time.monotonic(), self.backend.lost_at
                 )
-        except Unreadable as error:  # what is_clean() did not parse
-            exchange.report.note = str(error)
         except Exception:
             self.log.exception("a request could not be explained")
-
-    def learn_late(self, exchange: Exchange) -> None:
-        raw, dialect = exchange.received, exchange.dialect
-        assert raw is not None and dialect is not None
-        view = self.reader.view(raw, dialect)
-        exchange.report.items = len(view.turns)
-        exchange.trace = self.replay.apply(view, [], Report(), raw)
-        exchange.view = view
 
     def diagnosis(self, exchange: Exchange) -> list[bytes]:
         """The response header lines for a request that has X-Cache-Diagnostic: true."""
