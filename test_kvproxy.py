@@ -2013,7 +2013,6 @@ class RpDesk:
         self.check_shared()
         return sent  # type: ignore[no-any-return]
 
-
     def check_shared(self) -> None:
         """Turns that requests share are as they were read: what changes one changes a copy."""
         for raw, turn in [*self.reader.newer.items(), *self.reader.older.items()]:
@@ -3391,7 +3390,9 @@ def test_reader_agrees_with_a_parse_of_the_whole(case: str, short: int) -> None:
     assert read_both(reader, dialect, raw) == readable  # now from memory
     for other, _ in READER_BODIES.values():
         read_both(reader, other, raw)
-    for _ in range(200):  # every kind of damage
+    for at in range(len(raw)):
+        read_both(reader, dialect, raw[:at] + raw[at + 1 :])
+    for _ in range(100):  # every kind of damage
         data = bytearray(raw)
         for _ in range(random_.choice((1, 1, 2, 3))):
             at = random_.randrange(len(data))
@@ -3435,6 +3436,25 @@ def test_reader_random_appends(case: str) -> None:
                     {**kind, "role": random_.choice(("user", "assistant")), "content": f"said {number % 5}" * 9}
                 )
         assert read_both(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ("system", "system", "user", "assistant", "user"),
+        ("system", "user", "assistant", "system", "user", "assistant", "user"),
+        ("user", "system", "assistant", "user", "system"),
+        ("user", "assistant", "system", "system", "user", "system", "assistant"),
+    ],
+)
+def test_reader_shares_turns_that_system_first_moves_text_into(roles: tuple[str, ...]) -> None:
+    desk, sent = RpDesk(), []
+    turns: list[RpTurn] = [(role, f"{role} {number}") for number, role in enumerate(roles)]
+    for length in [*range(2, len(turns) + 1), len(turns)]:
+        sent.append(desk.send("chat", {"model": "m", "messages": rp_items("chat", turns[:length])})["messages"])
+    assert (
+        sent[-1] == sent[-2] == RpDesk().send("chat", {"model": "m", "messages": rp_items("chat", turns)})["messages"]
+    )
 
 
 def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -7756,6 +7776,61 @@ def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[...
     peer.take(1 << 20)
     peer.close()
     relay_watch(made, ended)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_relay_client_that_leaves_a_stream_that_never_pauses(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Such a stream is read without waiting for it, so it is not the wait that finds out."""
+    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 0.05)
+    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.05)
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                link.event(b"x")
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.take(1 << 16)
+    relay_leave(peer.sock, how)
+    if how == "half-close":  # it goes on reading
+        with contextlib.suppress(ConnectionError):
+            while peer.sock.recv(65536):
+                pass
+    relay_watch(made, ended)
+
+
+def test_relay_fast_stream_is_whole_and_in_fewer_pieces(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that come faster than they can be passed on singly wait for each other for a moment."""
+    writes: list[int] = []
+    real = kvproxy.Wire.send
+    monkeypatch.setattr(kvproxy.Wire, "send", lambda wire, data: (writes.append(len(data)), real(wire, data))[1])
+    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.3)
+    sent = [f"<{number}>".encode() for number in range(50)]
+    taken = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event(sent[0])
+        assert taken.wait(PATIENCE)  # then the rest comes within the pause that the first piece begins, or after it
+        for word in sent[1:]:
+            link.event(word)
+        link.finish()
+
+    made = rig(script)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    first = peer.until(sent[0])
+    taken.set()
+    assert re.findall(b"<[0-9]+>", first + peer.until(b"\r\n0\r\n\r\n")) == sent
+    assert len(writes) < 20
 
 
 # --- many connections, start and stop ---------------------------------------------------------------------------------
