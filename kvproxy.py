@@ -2564,11 +2564,12 @@ class Wire:
 
     def read(self, seconds: float, size: int = 65536) -> bytes:
         """What the client sends next; b'' at the end. Raises TimeoutError, ConnectionError."""
-        while seconds >= 0 and ready(self.sock, seconds):
+        while seconds >= 0:
             try:
-                return self.sock.recv(size)
-            except BlockingIOError:  # a false alarm
-                pass
+                return self.sock.recv(size)  # a busy client's next request is often here already
+            except BlockingIOError:
+                if not ready(self.sock, seconds):
+                    break
         raise TimeoutError
 
     def send(self, data: bytes) -> None:
