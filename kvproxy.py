@@ -4158,70 +4158,77 @@ class Warmup:
 # Status: the proxy's own endpoints, under /kvproxy
 # ======================================================================================================================
 
+# The page is complete without its script, which only renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<title>{title}</title><link rel="icon" href="data:,"><style nonce="{nonce}">
-:root {{ color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; }} }}
-body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
-  max-width: 60rem; }}
-h1 {{ font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }}
-h2 {{ font-size: 1.05rem; margin: 2rem 0 .6rem }}
-p {{ margin: 0; overflow-wrap: anywhere }}
-.state {{ font-size: 1.7rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }}
-.good {{ color: var(--good) }} .bad {{ color: var(--bad) }} .fair {{ color: var(--fair) }} .soft {{ color: var(--soft) }}
-dl {{ display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 }} dt {{ color: var(--soft); font-size: .85rem }}
-dd {{ margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }}
-.chart {{ display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; font-size: .8rem; color: var(--soft) }}
-.scale {{ display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
-  margin: -.4em 0 }}
-.times {{ grid-column: 2; display: flex; justify-content: space-between }}
-svg {{ width: 100%; height: 9rem; display: block }} svg line {{ stroke: var(--line); vector-effect: non-scaling-stroke }}
-rect {{ fill: var(--rest) }} rect.good {{ fill: var(--good) }} rect.bad {{ fill: var(--bad) }}
-.key {{ font-size: .85rem; color: var(--soft); margin-top: .4rem }} .key b {{ font-weight: 600 }}
-ol {{ list-style: none; padding: 0; margin: 0 }} li {{ border-top: 1px solid var(--line); padding: .5rem 0 }}
-li p:first-child {{ display: flex; flex-wrap: wrap; gap: 0 .8rem }} li b {{ font-weight: 600 }}
-time, td {{ font-variant-numeric: tabular-nums }} code {{ font-size: .88em; overflow-wrap: anywhere }}
-a {{ color: inherit }} a:focus-visible, summary:focus-visible {{ outline: 2px solid var(--good); outline-offset: 2px }}
-summary {{ font-size: 1.05rem; font-weight: 650; cursor: pointer }} details {{ margin: 2rem 0 1rem }}
-table {{ border-collapse: collapse; width: 100%; font-size: .9rem }} th, td {{ border-top: 1px solid var(--line);
-  padding: .3rem .8rem .3rem 0; overflow-wrap: anywhere; vertical-align: top; text-align: left; font-weight: 400 }}
-td:nth-child(2) {{ max-width: 16rem }}
-@media (max-width: 34rem) {{ .state {{ font-size: 1.4rem }} th, td {{ display: block; padding: 0 }} th {{ padding-top: .4rem }}
-  td {{ border: 0 }} td:last-child {{ padding-bottom: .4rem }} td:nth-child(2) {{ max-width: none }} }}
-</style></head><body><header><h1>kvproxy {version}</h1></header><main>{main}</main>
-<details><summary>Settings in force</summary><table>{settings}</table></details>
-<script nonce="{nonce}">
-setInterval(async () => {{
+<title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
+:root { color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
+  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
+  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
+  max-width: 60rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
+h1 { font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }
+h2, summary { font-size: 1.05rem; font-weight: 650; margin: 2rem 0 .6rem } summary { cursor: pointer }
+p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em } b { font-weight: 600 }
+.state { font-size: 1.6rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }
+.good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
+dt, .key, .chart { font-size: .85rem; color: var(--soft) }
+.chart { display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; margin-bottom: .4rem }
+.scale { display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
+  margin: -.4em 0 }
+svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
+rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
+li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
+li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
+</style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
+<p id="state" role="status" class="state %(tone)s">%(state)s</p>
+<p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
+<h2>Reuse per request</h2><div id="chart">%(chart)s</div>
+<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,
+branches and side requests.</p>
+<h2>Last requests</h2><ol id="requests">%(rows)s</ol>
+<p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
+<details><summary>Settings in force</summary><ol>%(settings)s</ol></details>
+<script nonce="%(nonce)s">
+setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
-  try {{
-    const page = new DOMParser().parseFromString(await (await fetch("/kvproxy")).text(), "text/html");
-    for (const part of document.querySelectorAll("main > [id]")) {{
+  try {
+    const answer = await fetch("/kvproxy");
+    if (!answer.ok) throw answer.status;
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const part of document.querySelectorAll("main > [id]")) {
       const news = page.getElementById(part.id);
-      if (!news || part.contains(document.activeElement)) continue;
+      if (part.contains(document.activeElement)) continue;
       if (news.className !== part.className) part.className = news.className;
       if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
-    }}
+    }
     document.title = page.title;
-  }} catch (error) {{ /* the proxy is away: what stands here stays */ }}
-}}, 3000);
+  } catch (error) {
+    const state = document.getElementById("state");
+    document.title = state.textContent = "kvproxy does not answer; this is what it told last";
+    state.className = "state bad";
+  }
+}, 3000);
 </script></body></html>
 """
 
-METRIC_HELP = (  # (name, the label under which Metrics.counts holds its values, help); counters end in _total
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # of verdicts; all others are neither
+
+METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
+    # (name, the label under which Metrics.counts holds its values or what gives its value, help)
     ("kvproxy_requests_total", "status", "Requests forwarded, by the status of their answers."),
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
     ("kvproxy_prompt_tokens_total", "state", "Prompt tokens as the server reported them, reused or read."),
-    ("kvproxy_saved_seconds_total", "", "Estimated seconds of prompt reading that reuse saved."),
-    ("kvproxy_hit_ratio", "", "Share of prompt tokens reused over the last 20 requests."),
-    ("kvproxy_running_requests", "", "Requests being served."),
-    ("kvproxy_replay_bytes", "", "Memory held for replay."),
-    ("kvproxy_ledger_bytes", "", "Memory held for explanations."),
-    ("kvproxy_start_time_seconds", "", "When the proxy started, in seconds since the epoch."),
+    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimated seconds of reading that reuse saved."),
+    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Share of prompt tokens reused over the last 20 requests."),
+    ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
+    ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
+    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "When the proxy started, in seconds since the epoch."),
 )
 
 Answer = tuple[int, bytes, Headers, str]
@@ -4237,8 +4244,8 @@ class Pages:
         self.proxy = proxy
 
     def answer(self, request: Request, peer: str) -> Answer:
-        """(status, body, headers, content type)."""
-        path, metrics = request.path.partition("?")[0].rstrip("/"), self.proxy.metrics
+        """(status, body, headers, content type) for a request that came from the address `peer`."""
+        path = request.path.partition("?")[0].rstrip("/")
         if request.method not in ("GET", "HEAD"):
             return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
         if not self.proxy.known_host(request.get("host")):
@@ -4251,16 +4258,16 @@ class Pages:
             return self.error(403, "Prompts are shown on this machine only.")
         if path == "/kvproxy":
             return self.page()
-        with metrics.guard:
-            recent = list(metrics.recent)
+        with self.proxy.metrics.guard:
+            kept = {f"/kvproxy/requests/{exchange.number}": exchange for exchange in self.proxy.metrics.recent}
         if path == "/kvproxy/requests":
-            return self.json(200, {"requests": [self.row(exchange) for exchange in reversed(recent)]})
-        for exchange in recent:
-            if path == f"/kvproxy/requests/{exchange.number}":
-                return self.json(200, self.detail(exchange))
+            return self.json(200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]})
+        if path in kept:
+            return self.json(200, self.detail(kept[path]))
         return self.error(404, "There is no such page.")
 
     def same_site(self, request: Request) -> bool:
+        """Whether no page of another site asks: browsers tell where a request comes from."""
         origin = request.get("origin")
         ours = not origin or origin.partition("://")[2] == request.get("host")
         return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
@@ -4292,90 +4299,54 @@ class Pages:
 
     def detail(self, exchange: Exchange) -> Json:
         """A request with its body as received and as forwarded, and what differs."""
-        received, forwarded = exchange.received, exchange.forwarded  # another thread may let go of them
         row = {**self.row(exchange), "received": None, "forwarded": None}
+        received, forwarded = exchange.received, exchange.forwarded  # another thread may let go of them
         if received is None or forwarded is None:
             return {**row, "note": "the bodies were dropped to save memory"}
         row["received"], row["forwarded"] = (raw.decode("utf-8", "replace") for raw in (received, forwarded))
         row["diff"] = []
-        if forwarded is not received:  # then both are JSON
-            with contextlib.suppress(RecursionError):  # with an indent, dumps cannot go as deep as parse() could
-                before, after = (
-                    json.dumps(json.loads(raw), indent=1, ensure_ascii=False).replace("\\n", "\n").splitlines()
-                    for raw in (received, forwarded)
-                )
-                if max(len(before), len(after)) > self.DIFF_LINES:
-                    return {**row, "note": "the bodies are too long for a diff"}
+        if forwarded is received:
+            return row
+        with contextlib.suppress(RecursionError):  # both are JSON; with an indent, dumps goes less deep than parse()
+            before, after = (
+                json.dumps(json.loads(raw), indent=1, ensure_ascii=False).replace("\\n", "\n").splitlines()
+                for raw in (received, forwarded)
+            )
+            if max(len(before), len(after)) > self.DIFF_LINES:
+                row["note"] = "the bodies are too long for a diff"
+            else:
                 row["diff"] = list(difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2))
         return row
 
     def metrics(self) -> str:
         """Prometheus text format."""
-        metrics, proxy = self.proxy.metrics, self.proxy
-        with metrics.guard:
-            counts = sorted(metrics.counts.items())
-            values = {
-                "kvproxy_saved_seconds_total": metrics.saved,
-                "kvproxy_hit_ratio": metrics.hit_rate(),  # None: no sample
-                "kvproxy_running_requests": proxy.running,
-                "kvproxy_replay_bytes": proxy.replay.store.size,
-                "kvproxy_ledger_bytes": proxy.ledger.size,
-                "kvproxy_start_time_seconds": metrics.since,
-            }
         lines = []
-        for name, label, text in METRIC_HELP:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
-            lines += [f'{name}{{{label}="{value}"}} {count}' for (of, value), count in counts if of == label]
-            if values.get(name) is not None:
-                lines.append(f"{name} {values[name]}")
+        with self.proxy.metrics.guard:
+            counts = sorted(self.proxy.metrics.counts.items())
+            for name, source, text in METRIC_HELP:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+                if isinstance(source, str):
+                    lines += [f'{name}{{{label}="{of}"}} {count}' for (label, of), count in counts if label == source]
+                elif (value := source(self.proxy)) is not None:
+                    lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
 
     # --- the page -----------------------------------------------------------------------------------------------------
 
     def page(self) -> Answer:
-        nonce = uuid.uuid4().hex
-        settings = "".join(
-            f'<tr><th scope="row"><code>{name}</code></th><td><code>{html.escape(shown(getattr(self.proxy.config, name.lower())))}'
-            f"</code></td><td>{html.escape(text)}</td></tr>"
-            for name, _, text in Config.table()
-        )
-        with self.proxy.metrics.guard:
-            title, main = self.main()
-        body = PAGE.format(nonce=nonce, version=__version__, title=html.escape(title), main=main, settings=settings)
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:"
-        headers = [
-            (b"Content-Security-Policy", (policy + "; frame-ancestors 'none'; base-uri 'none'").encode()),
-            (b"X-Content-Type-Options", b"nosniff"),
-            (b"Referrer-Policy", b"no-referrer"),
-        ]
-        return 200, body.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
-
-    def main(self) -> tuple[str, str]:
-        """The page's title, and the part that changes: the script renews each element that has an id."""
-        metrics, proxy = self.proxy.metrics, self.proxy
-        state, tone, hint = self.state()
-        unknown = "not reported" if metrics.judged else "-"
-        reused, read = metrics.counts["state", "reused"], metrics.counts["state", "read"]
-        facts = [
-            ("tokens reused", f"{reused:,}" if reused + read else unknown),
-            ("tokens read", f"{read:,}" if reused + read else unknown),
-            ("time saved, about", duration(metrics.saved) if metrics.rates else "-"),
-            ("requests", f"{metrics.number:,}"),
-            ("running now", str(proxy.running)),
-            ("server", proxy.backend.name()),
-        ]
-        if proxy.warmup.enabled():
-            facts.append(("warm-up", proxy.warmup.state))
-        items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts)
-        none = "None yet." if proxy.config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
-        rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN))) or f"<li>{none}</li>"
-        return f"{state} - kvproxy", (
-            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>'
-            f'<p id="hint" class="soft">{html.escape(hint)}</p><dl id="facts">{items}</dl>'
-            f'<h2>Reuse per request</h2><div id="chart">{self.chart()}</div>'
-            f'<h2>Last requests</h2><ol id="requests">{rows}</ol>'
-            '<p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p>'
-        )
+        nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
+        with metrics.guard:
+            state, tone, hint = map(html.escape, self.state())
+            parts = {"state": state, "tone": tone, "hint": hint, "facts": self.facts(), "chart": self.chart()}
+            rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
+        none = "<li>None yet.</li>" if self.proxy.config.keep_requests else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        parts |= {"rows": rows or none, "settings": self.settings(), "nonce": nonce, "version": __version__}
+        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
+        policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
+        headers = [(b"Content-Security-Policy", policy.encode()), (b"X-Content-Type-Options", b"nosniff")]
+        headers.append((b"Referrer-Policy", b"no-referrer"))
+        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -4404,29 +4375,43 @@ class Pages:
         hint = f"{hint} {metrics.cause().capitalize()}.{example}"
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
+    def facts(self) -> str:
+        metrics, proxy = self.proxy.metrics, self.proxy
+        reused, read = metrics.counts["state", "reused"], metrics.counts["state", "read"]
+        unknown = "" if reused + read else "not reported" if metrics.judged else "-"
+        facts = {
+            "tokens reused": unknown or f"{reused:,}",
+            "tokens read": unknown or f"{read:,}",
+            "time saved, about": duration(metrics.saved) if metrics.rates else "-",
+            "requests": f"{metrics.number:,}",
+            "running now": str(proxy.running),
+            "server": proxy.backend.name(),
+        }
+        if proxy.warmup.enabled():
+            facts["warm-up"] = proxy.warmup.state
+        return "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts.items())
+
     def chart(self) -> str:
-        """Bars, oldest left; a label tells screen readers what they show. Text stands beside the drawing, which stretches."""
-        points = list(self.proxy.metrics.points)
+        """Bars, and a label that tells screen readers what they show. Text stands beside the drawing, which stretches."""
+        points = self.proxy.metrics.points
         if not points:
             reason = "The server reports no numbers." if self.proxy.metrics.judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
-        slots = max(20, len(points))
-        bars = "".join(
-            f'<rect class="{TONES.get(name, "")}" x="{i + 0.1}" y="{100 - max(2, 100 * share):.1f}" width=".8"'
-            f' height="{max(2, 100 * share):.1f}"><title>{clock(when)}: {100 * share:.0f}%, {html.escape(name)}</title></rect>'
-            for i, (when, share, name) in enumerate(points)
-        )
-        grid = "".join(f'<line x1="0" x2="{slots}" y1="{y}" y2="{y}"/>' for y in (0, 50, 100))
+        bars = ""
+        for place, (when, share, name) in enumerate(points):
+            height = max(2, 100 * share)  # a miss is seen, too
+            bars += (
+                f'<rect class="{TONES.get(name, "")}" x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}">'
+                f"<title>{clock(when)}: {100 * share:.0f}%, {name}</title></rect>"
+            )
         mean = statistics.mean(share for _, share, _ in points)
-        label = (
-            f"Share of the prompt reused in the last {counted(len(points), 'request')}: {100 * mean:.0f}% on average"
-        )
+        last = counted(len(points), "request")
         return (
             '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
-            f'<svg viewBox="0 0 {slots} 100" preserveAspectRatio="none" role="img" aria-label="{label}">{grid}{bars}</svg>'
-            f'<div class="times"><span>{clock(points[0][0])}</span><span>{clock(points[-1][0])}</span></div></div>'
-            '<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,'
-            " branches and side requests.</p>"
+            f'<svg viewBox="0 0 {max(20, len(points))} 100" preserveAspectRatio="none" role="img"'
+            f' aria-label="Share of the prompt reused in the last {last}: {100 * mean:.0f}% on average">'
+            '<line x2="100%" y1="0" y2="0"/><line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>'
+            f"{bars}</svg><span></span><span>{clock(points[0][0])} to {clock(points[-1][0])}, newest last</span></div>"
         )
 
     def item(self, exchange: Exchange) -> str:
@@ -4442,10 +4427,8 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side = f" ({verdict.side} request)" if verdict.side else ""
-            words = (
-                f'<p><b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            )
+            side, tone = f" ({verdict.side} request)" if verdict.side else "", TONES.get(verdict.name, "")
+            words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
             f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
@@ -4453,8 +4436,14 @@ class Pages:
             f"<code>{html.escape(printable(exchange.request.path))}</code></p>{words}</li>"
         )
 
-
-TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # of verdicts; all others are neither
+    def settings(self) -> str:
+        rows = ""
+        for name, _, meaning in Config.table():
+            value = getattr(self.proxy.config, name.lower())
+            value = "  ".join(value) if isinstance(value, tuple) else int(value) if isinstance(value, bool) else value
+            rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
+            rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
+        return rows
 
 
 def clock(when: float) -> str:
@@ -4463,13 +4452,6 @@ def clock(when: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def shown(value: Any) -> str:
-    """A setting's value as its variable would spell it."""
-    if isinstance(value, tuple):
-        return "  ".join(value)
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:
@@ -4508,7 +4490,7 @@ def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str,
     return hint_of(data), usage_of(data), first
 
 
-def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress: Callable[[str], None]) -> list[Json]:
+def play(url: str, tokens: int, turns: int, mark: str, timeout: float, say: Callable[[str], None]) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on every turn.
 
     `mark` stands at the front of the prompt, so that runs with different marks share nothing. Returns a row per turn.
@@ -4531,18 +4513,23 @@ def play(url: str, tokens: int, turns: int, mark: str, timeout: float, progress:
         body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0}
         answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
-        ms = usage.prompt_ms if usage.prompt_ms is not None else first
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": round(ms, 1)}
-        rows.append(row)
-        progress(f"  turn {turn} of {turns}: {ms:,.0f} ms")
+        ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
+        rows.append({"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": ms})
+        say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
 
-def show_runs(straight: list[Json], through: list[Json], simulated: bool, as_json: bool) -> None:
-    """Print both runs, and how many times less the prompts took through the proxy, from the second turn on."""
+def compare(args: argparse.Namespace, config: Config, simulated: bool, say: Callable[[str], None]) -> None:
+    """Play against config.backend_url, straight and then through a proxy with these settings, and print both runs."""
+    mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
+    straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
+    say("")
+    quiet: Json = {"warmup_file": "", "keepalive_seconds": 0, "capture_file": "", "log_level": "error"}
+    with Proxy(dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)) as proxy:
+        through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
-    if as_json:
+    if args.json:
         print(json.dumps({"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
@@ -4559,12 +4546,12 @@ class SimulatedServer(BaseHTTPRequestHandler):
     """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read at MS a word."""
 
     MS = 0.02
-    protocol_version = "HTTP/1.1"
     server: SimulatedHost
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        words = "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"]).split()
+        texts = (f"{message['role']}: {message['content']}" for message in body["messages"])
+        words = tuple("\n".join(texts).split())
         pairs = zip(self.server.slot, words, strict=False)
         cached = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self.server.slot = words
@@ -4573,12 +4560,10 @@ class SimulatedServer(BaseHTTPRequestHandler):
         timings = {"cache_n": len(words) - read, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
-        data = b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -4586,27 +4571,20 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DNS for this machine's name
     daemon_threads = True
-
-    def __init__(self) -> None:
-        self.slot: list[str] = []
-        super().__init__(("127.0.0.1", 0), SimulatedServer)
+    slot: tuple[str, ...] = ()
 
 
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
         print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes")
-        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.", flush=True)
-    with SimulatedHost() as server:
+        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
+    with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            straight = play(url, args.tokens, args.turns, "demo a", 60, lambda line: None)
-            with Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy:
-                through = play(proxy.url, args.tokens, args.turns, "demo b", 60, lambda line: None)
+            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"), True, lambda line: None)
         finally:
             server.shutdown()
-    show_runs(straight, through, True, args.json)
     if not args.json:
         print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
     return 0
@@ -4614,11 +4592,7 @@ def command_demo(args: argparse.Namespace, config: Config) -> int:
 
 def command_bench(args: argparse.Namespace, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
-
-    def say(line: str) -> None:
-        if not args.json:
-            print(line, flush=True)
-
+    say: Callable[[str], None] = (lambda line: None) if args.json else print
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
@@ -4628,21 +4602,13 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         return 1
     total = args.tokens * (args.turns + 1)
     say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy.")
-    say(
-        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens in all."
-    )
+    say(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens.")
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
-    mark = uuid.uuid4().hex[:12]
     try:
-        straight = play(url, args.tokens, args.turns, mark + "a", config.read_timeout, say)
-        with Proxy(dataclasses.replace(config, backend_url=url, listen_host="127.0.0.1", listen_port=0, warmup_file="",
-                                       keepalive_seconds=0, capture_file="", log_level="error")) as proxy:  # fmt: skip
-            say("")
-            through = play(proxy.url, args.tokens, args.turns, mark + "b", config.read_timeout, say)
+        compare(args, dataclasses.replace(config, backend_url=url), False, say)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
-    show_runs(straight, through, False, args.json)
     return 0
 
 
@@ -4660,15 +4626,13 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         return 1
     advice = []
     status, rows = backend.ask("/slots")
-    if status == 200 and isinstance(rows, list):
-        if any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
-            advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
-        else:
-            busy = sum(bool(members(row).get("is_processing")) for row in rows)
-            print(f"prompt cache: on, as far as /slots tells; {counted(busy, 'slot')} busy")
-    else:
+    if status != 200 or not isinstance(rows, list):
         reason = "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
         print(f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it")
+    elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
+        advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
+    else:
+        print("prompt cache: on, as far as /slots tells")
     slots, context = found.get("slots"), found.get("context")
     if slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
@@ -4676,9 +4640,8 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     elif slots is not None:
         advice.append("With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other.")
     if isinstance(context, int) and context < 32768:
-        advice.append(
-            f"{context:,} tokens of context a slot is less than agents send (16,000-60,000): raise -c or lower -np."
-        )
+        few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
+        advice.append(f"{few}: raise -c or lower -np.")
     for line in advice:
         print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
@@ -4690,20 +4653,20 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
     (name, re.compile(pattern))
     for name, pattern in (
         ("slot", r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?"),
-        ("lru", r"selected slot by LRU"),
+        ("slot", r"selected slot by (?P<lru>LRU)"),
         ("prompt", r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
         ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
         ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
         ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt re-processing(?P<forced> due to [^(\n]*)?"),
+        ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
         ("eval", r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens"),
         ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
         ("start", r"server is listening on|loading model"),
     )
 )
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
+LOG_TYPES: dict[str, type] = {"lru": str, "forced": str, "sim": float, "keep": float, "ms": float}  # all others: int
 LOG_LINE = 16384  # bytes; longer lines are no log lines
-INSPECT_FINDINGS = 12  # printed; the rest is summed up
 INSPECT_HEAD = f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened"
 INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
@@ -4723,8 +4686,11 @@ INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` br
     "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
     " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
 }
-INSPECT_ROW: Json = {"tokens": None, "read": None, "estimated": False, "sim": None, "keep": None, "ms": None, "what": "",
-                     "cause": "", "cured": None}  # fmt: skip
+INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
+    **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
+    "estimated": False,
+    "cause": "",
+}
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
@@ -4737,10 +4703,12 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     findings: dict[str, Json] = {}
     number = 0  # of the last row
+    if args.json:
+        print('{"requests": [', end="")
     with file:
         for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
             if args.json:
-                print(('{"requests": [\n' if number == 1 else ",\n") + json.dumps(row), end="")
+                print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
@@ -4753,22 +4721,17 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found)
     if args.json:
-        print(("\n]" if number else '{"requests": []') + ', "findings": ' + json.dumps(told, indent=1) + "}")
+        print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
         return 0
     if not number:
         print("No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4).")
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    for found in told[:INSPECT_FINDINGS]:
-        text = (
-            f"{found['cause']}: {counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
-        )
-        print(textwrap.fill(f"{text} {found['advice']}", 110, initial_indent="- ", subsequent_indent="  "))
-    if rest := told[INSPECT_FINDINGS:]:
-        print(
-            f"- {counted(len(rest), 'smaller finding')}, about {sum(found['tokens'] for found in rest):,} tokens (--json)"
-        )
+    for found in told:
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
+        text = f"{found['cause']}: {waste} {found['advice']}"
+        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -4819,7 +4782,7 @@ class LogReader:
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
             return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
     # --- captures -----------------------------------------------------------------------------------------------------
@@ -4835,29 +4798,27 @@ class LogReader:
         name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [{"name": name, **INSPECT_ROW, "what": f"status {status}"}]
+            return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
         headers = {str(key).lower(): str(value) for key, value in members(row.get("headers")).items()}
         side = side_of(view.body, headers, view)
         segments = segments_of(view)
         verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
-        known: Json = {
-            key: value for key, value in members(row.get("usage")).items() if isinstance(value, (int, float))
-        }
-        usage = Usage(known.get("prompt"), known.get("cached"), known.get("prompt_ms"))
+        told: Json = {key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))}
+        usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         tokens, read = usage.prompt, usage.read()
-        if read is None:
+        if estimated := read is None:
             tokens = sum(len(segment.text) for segment in segments) // 4
             read = round(tokens * (1 - verdict.share))
         else:
             settle(verdict, usage, now - self.ended if self.ended else 0.0)
         self.ended = now
         what = verdict.name + (f" ({side})" if side else "") + (f": {verdict.line()}" if verdict.line() else "")
-        told = {"name": name, **INSPECT_ROW, "tokens": tokens, "read": read, "estimated": usage.read() is None,
-                "sim": round(verdict.share, 3), "ms": usage.prompt_ms, "what": what}  # fmt: skip
+        found = dict(INSPECT_ROW, name=name, what=what, tokens=tokens, read=read, estimated=estimated)
+        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms)
         cure = self.cure(view, side)
         if verdict.line() and not side:
-            told["cause"], told["cured"] = cause_of(verdict), verdict.name == "rewritten" and cure.name != "rewritten"
-        return [told]
+            found["cause"], found["cured"] = cause_of(verdict), verdict.name == "rewritten" and cure.name != "rewritten"
+        return [found]
 
     def cure(self, view: View, side: str) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
@@ -4877,27 +4838,22 @@ class LogReader:
         name, match = next(((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None))
         if match is None:
             return []
-        told = match.groupdict()
         if name == "start":
             return self.end()
         if name == "cancel":
-            slots = [slot for slot, task in self.tasks.items() if task.get("task") == told["cancelled"]]
+            slots = [slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]]
             return [self.close(slot, ", cancelled") for slot in slots]
         task, done = self.tasks.get(self.slot, {}), []
         known = "tokens" in task
-        if name in ("slot", "lru") or (known and name in ("prompt", "counts")):  # the slot's next task begins
+        if name == "slot" or (known and name in ("prompt", "counts")):  # the slot's next task begins
             done = [self.close(self.slot)] if known else []
             task = {}
         self.tasks[self.slot] = task
         if found and found["task"]:
             task["task"] = found["task"]
-        if name == "lru":
-            task["lru"] = True
-        if name == "full":
-            task["forced"] = (told.pop("forced") or " (no reason given)").strip()
-        for key, value in told.items():
+        for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                task[key] = float(value) if "." in value else int(value)
+                task[key] = LOG_TYPES.get(key, int)(value)
         if name == "counts":
             task["tokens"] = task["cached"] + task["read"]
         return [*done, self.close(self.slot)] if name == "eval" else done
@@ -4912,8 +4868,8 @@ class LogReader:
         first, self.longest = size > 2 * self.longest, max(size, self.longest)
         cause, what = "", "read" if tokens is None else "reused"
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full re-processing {task['forced']}"
-        elif size > 512 and read is not None and tokens is not None and read > tokens / 2:
+            cause, what = "full re-processing", f"full {task['forced'].strip()}"
+        elif size > 512 and read is not None and tokens is not None and 2 * read > tokens:
             if sim is not None and sim >= 0.5:
                 cause, what = "not kept", "the slot held a similar prompt, but most was read again"
             elif sim is not None:
@@ -4924,8 +4880,8 @@ class LogReader:
                 cause, what = "no similar slot", "no slot held a similar prompt"
         if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
             what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        return {"name": f"slot {slot}", **INSPECT_ROW, "tokens": tokens, "read": read, "sim": sim, "keep": keep,
-                "ms": task.get("ms"), "what": what + suffix, "cause": cause}  # fmt: skip
+        row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
+        return row | {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
 
     def end(self) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server was started anew."""
@@ -4959,8 +4915,7 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         try:
             handler = logging.FileHandler(config.log_file, encoding="utf-8")
         except OSError as error:
-            print(f"LOG_FILE={config.log_file!r}: cannot be written ({error})", file=sys.stderr)
-            return 2
+            raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
@@ -5028,6 +4983,9 @@ def positive(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):  # texts may hold what its encoding does not
+        reconfigure(errors="backslashreplace", line_buffering=True)
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args, Config.from_env(os.environ)))
