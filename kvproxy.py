@@ -4550,14 +4550,12 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        texts = (f"{message['role']}: {message['content']}" for message in body["messages"])
-        words = tuple("\n".join(texts).split())
-        pairs = zip(self.server.slot, words, strict=False)
-        cached = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        self.server.slot = words
-        read = max(1, len(words) - cached)
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"])
+        cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
+        read = max(1, len(prompt.split()) - cached)
+        self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {"cache_n": len(words) - read, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
+        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
@@ -4571,7 +4569,7 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DNS for this machine's name
     daemon_threads = True
-    slot: tuple[str, ...] = ()
+    slot = ""
 
 
 def command_demo(args: argparse.Namespace, config: Config) -> int:
@@ -4737,12 +4735,11 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
 
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in bytes, 0: not known."""
-    shown, done = time.monotonic(), 0
+    shown = time.monotonic()
     while line := file.readline(PARSE_LIMIT):
         yield from reader.line(line)
-        done += len(line)
         if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
-            print(f"{100 * done // size}%\r", end="", file=sys.stderr, flush=True)
+            print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
             shown = time.monotonic()
     yield from reader.end()
 
@@ -4805,19 +4802,18 @@ class LogReader:
         verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
         told: Json = {key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
-        tokens, read = usage.prompt, usage.read()
-        if estimated := read is None:
-            tokens = sum(len(segment.text) for segment in segments) // 4
-            read = round(tokens * (1 - verdict.share))
+        if estimated := usage.read() is None:
+            usage.prompt = sum(len(segment.text) for segment in segments) // 4
+            usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(verdict, usage, now - self.ended if self.ended else 0.0)
         self.ended = now
-        what = verdict.name + (f" ({side})" if side else "") + (f": {verdict.line()}" if verdict.line() else "")
-        found = dict(INSPECT_ROW, name=name, what=what, tokens=tokens, read=read, estimated=estimated)
-        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms)
-        cure = self.cure(view, side)
-        if verdict.line() and not side:
-            found["cause"], found["cured"] = cause_of(verdict), verdict.name == "rewritten" and cure.name != "rewritten"
+        line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
+        what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
+        found = dict(INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms)
+        found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
+        if line and not side:
+            found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
         return [found]
 
     def cure(self, view: View, side: str) -> Verdict:
@@ -4910,12 +4906,10 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    handler: logging.Handler = logging.StreamHandler()
-    if config.log_file:
-        try:
-            handler = logging.FileHandler(config.log_file, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
+    try:
+        handler = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else logging.StreamHandler()
+    except OSError as error:
+        raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
