@@ -4201,7 +4201,7 @@ setInterval(async () => {
     for (const part of document.querySelectorAll("main > [id]")) {
       const news = page.getElementById(part.id);
       if (part.contains(document.activeElement)) continue;
-      if (news.className !== part.className) part.className = news.className;
+      part.className = news.className;
       if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
     }
     document.title = page.title;
@@ -4665,7 +4665,8 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
 LOG_TYPES: dict[str, type] = {"lru": str, "forced": str, "sim": float, "keep": float, "ms": float}  # all others: int
 LOG_LINE = 16384  # bytes; longer lines are no log lines
-INSPECT_HEAD = f"{'#':>4} {'request':28} {'prompt':>9} {'read':>9} {'sim':>6} {'keep':>6}  what happened"
+INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
+INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
     " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
@@ -4748,7 +4749,7 @@ def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
     tokens, read = ("-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read"))
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return f"{number:>4} {row['name'][:28]:28} {tokens:>9} {read:>9} {sim:>6} {keep:>6}  {row['what']}"
+    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
 
 
 def inspect_advice(found: Json) -> str:
