@@ -151,6 +151,10 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check(item, item.name.upper(), getattr(self, item.name))
+        url, host = urllib.parse.urlsplit(self.backend_url), self.listen_host
+        ours = is_loopback(url.hostname or "") if host in ("0.0.0.0", "::") else url.hostname == host
+        if ours and url.port == self.listen_port:  # each request would come back until MAX_CONNECTIONS is reached
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -3509,11 +3513,8 @@ class Server(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.proxy.config.max_connections:
             self.open.add(request)
-            try:
-                super().process_request(request, client_address)
-                return
-            except RuntimeError:  # can't start new thread
-                self.open.discard(request)
+            with contextlib.suppress(RuntimeError):  # can't start new thread
+                return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         with contextlib.suppress(OSError):
@@ -3524,11 +3525,9 @@ class Server(socketserver.ThreadingTCPServer):
             request.recv(65536)
         self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.open.discard(request)
+    def shutdown_request(self, request: Any) -> None:
+        self.open.discard(request)
+        super().shutdown_request(request)
 
     def hang_up(self, everything: bool) -> int:
         """End idle connections, or all; returns how many are still busy."""

@@ -548,6 +548,30 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
     assert str(caught.value).startswith(next(iter(wrong)).upper() + "=")
 
 
+@pytest.mark.parametrize(
+    ("host", "url", "own"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:1234", True),
+        ("127.0.0.1", "http://127.0.0.1:1234/v1", True),
+        ("localhost", "http://LOCALHOST:1234", True),
+        ("0.0.0.0", "http://localhost:1234", True),
+        ("::", "http://[::1]:1234", True),
+        ("127.0.0.1", "http://127.0.0.1:1235", False),
+        ("127.0.0.1", "http://192.168.1.5:1234", False),
+        ("0.0.0.0", "http://gpu-box:1234", False),
+        ("192.168.1.5", "http://127.0.0.1:1234", False),
+    ],
+)
+def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
+    """LM Studio's port is ours, too: with it closed, each request would come back to us without end."""
+    told = ""
+    try:
+        Config.from_env({"LISTEN_HOST": host, "BACKEND_URL": url})
+    except kvproxy.ConfigError as error:
+        told = str(error)
+    assert bool(told) is own and (not own or (told.startswith(f"BACKEND_URL={url!r}") and "LISTEN_PORT" in told))
+
+
 def test_scrub_table_tells_every_setting() -> None:
     rows = Config.table()
     assert [name for name, _, _ in rows] == [name.upper() for name in SCRUB_FIELDS]
