@@ -3798,7 +3798,6 @@ class Metrics:
         self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)  # cached, prompt, verdict
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # time, share, verdict
         self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
-        self.rate = 0.0  # their median
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.kept = 0  # bytes of the bodies in `recent`
@@ -3834,8 +3833,8 @@ class Metrics:
                 ms = 1000 * (exchange.begun - exchange.sent)
             if ms is not None and read >= 32:
                 self.rates.append(ms / read)
-                self.rate = statistics.median(self.rates)
-            self.saved += usage.cached * self.rate / 1000
+            if self.rates:
+                self.saved += usage.cached * statistics.median(self.rates) / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
