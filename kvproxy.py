@@ -150,8 +150,11 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            _checked(item, item.name.upper(), value, value)
+            _check(item, item.name.upper(), getattr(self, item.name))
+        url, host = urllib.parse.urlsplit(self.backend_url), self.listen_host
+        ours = is_loopback(url.hostname or "") if host in ("0.0.0.0", "::") else url.hostname == host
+        if ours and url.port == self.listen_port:  # each request would come back until MAX_CONNECTIONS is reached
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -160,10 +163,10 @@ class Config:
         for item in dataclasses.fields(cls):
             name = item.name.upper()
             if item.metadata.get("kind") == "regex":
-                found = _numbered(environ, name)
-                values[item.name] = tuple(text for key, text in found if _checked(item, key, text, (text,)))
+                values[item.name] = _patterns(item, environ)
             elif text := environ.get(name, "").strip():
-                values[item.name] = _checked(item, name, text, _convert(item, text))
+                values[item.name] = _convert(item, text)
+                _check(item, name, values[item.name], text)
         return cls(**values)
 
     @classmethod
@@ -177,24 +180,8 @@ class Config:
         return rows
 
 
-def _numbered(environ: Mapping[str, str], name: str) -> list[tuple[str, str]]:
-    """(variable, value) of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
-    found = []
-    for key, value in environ.items():
-        match = re.fullmatch(name + r"(?:_([0-9]+))?", key)
-        if match and value:
-            found.append((int(match[1] or 1), key, value))
-    return [(key, value) for _, key, value in sorted(found)]
-
-
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_TYPES: dict[type, tuple[Any, str]] = {  # by the type of a setting's default: what a program may pass, in words
-    bool: (int, "0 or 1"),
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    str: (str, "a text"),
-    tuple: ((tuple, list), "a tuple of texts"),
-}
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple of texts"}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -207,25 +194,35 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     return text.lower() if "choices" in item.metadata else text
 
 
-def _checked(item: dataclasses.Field[Any], name: str, given: Any, value: Any) -> Any:
-    """`value`, if the setting allows it."""
+def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
+    found = []
+    for name, text in environ.items():
+        match = re.fullmatch(item.name.upper() + r"(?:_([0-9]+))?", name)
+        if match and text:
+            _check(item, name, (text,), text)
+            found.append((int(match[1] or 1), name, text))
+    return tuple(text for _, _, text in sorted(found))
+
+
+def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
+    """Raise ConfigError for a value that the setting does not allow; `given` is how it was written."""
     if fault := _fault(item, value):
-        raise ConfigError(f"{name}={given!r}: {fault}")
-    return value
+        raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    check = item.metadata
-    kind = check.get("kind")
-    types, wanted = _TYPES[type(item.default)]
-    if not isinstance(value, types) or (isinstance(item.default, bool) and value not in (0, 1)):
-        return f"must be {wanted}"
+    default: Any = item.default
+    wanted, check, kind = type(default), item.metadata, item.metadata.get("kind")
+    fits = value in (0, 1) if wanted is bool else isinstance(value, (int, float) if wanted is float else wanted)
+    if not fits:
+        return f"must be {_TYPES[wanted]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
     if "choices" in check and value not in check["choices"]:
         return "must be one of " + ", ".join(check["choices"])
-    if kind == "host" and not re.fullmatch(r"[\w.:%-]+", value, re.ASCII):
+    if kind == "host" and not _is_host(value):
         return "must be an address or a host name"
     if kind == "url" and value and not _is_url(value):
         return "must be http://host[:port][/prefix] or https://..."
@@ -237,13 +234,19 @@ def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     return ""
 
 
+def _is_host(value: str) -> bool:
+    with contextlib.suppress(UnicodeError):  # 127.0.0..1: connecting to it would raise this
+        return bool(value.encode("idna")) and not re.search(r"[^\w.:%-]", value, re.ASCII)
+    return False
+
+
 def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        named = parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
     except ValueError:  # a port that is no number, a bracket too few
         return False
-    return bool(named) and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
+    return named and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ======================================================================================================================
@@ -3369,20 +3372,23 @@ class Backend:
         url = self.url  # read once: lost() in another thread may clear it
         if url is None:
             with self.looking:
-                url = self.url
-                if url is None and time.monotonic() >= self.next_look:
-                    own = f":{self.config.listen_port}"
-                    others = (urllib.parse.urlsplit(text) for text in CANDIDATES if not text.endswith(own))
-                    self.url = url = next(filter(self.looks_like_models, others), None)
-                    if url is None:  # a candidate that hangs takes a second: the requests that wait share one look
-                        self.next_look = time.monotonic() + 1
+                url = self.url = self.url or self.look()
         if url is None:
             raise ConnectionRefusedError("no server answers there")
         return url
 
-    def looks_like_models(self, url: urllib.parse.SplitResult) -> bool:
-        _, answer = fetch(url, "/v1/models", 1.0)
-        return any(key in members(answer) for key in ("data", "models", "error"))
+    def look(self) -> urllib.parse.SplitResult | None:
+        """The first candidate that answers like a model server. One look a second serves all who wait: a candidate
+        that hangs takes a second."""
+        if time.monotonic() < self.next_look:
+            return None
+        for url in map(urllib.parse.urlsplit, CANDIDATES):
+            if url.port != self.config.listen_port:  # that is this proxy
+                _, answer = fetch(url, "/v1/models", 1.0)
+                if any(key in members(answer) for key in ("data", "models", "error")):
+                    return url
+        self.next_look = time.monotonic() + 1
+        return None
 
     def connect(self) -> Upstream:
         """A new connection. Raises OSError."""
@@ -3507,11 +3513,8 @@ class Server(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.proxy.config.max_connections:
             self.open.add(request)
-            try:
-                super().process_request(request, client_address)
-                return
-            except RuntimeError:  # can't start new thread
-                self.open.discard(request)
+            with contextlib.suppress(RuntimeError):  # can't start new thread
+                return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         with contextlib.suppress(OSError):
@@ -3522,11 +3525,9 @@ class Server(socketserver.ThreadingTCPServer):
             request.recv(65536)
         self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.open.discard(request)
+    def shutdown_request(self, request: Any) -> None:
+        self.open.discard(request)
+        super().shutdown_request(request)
 
     def hang_up(self, everything: bool) -> int:
         """End idle connections, or all; returns how many are still busy."""
@@ -3562,7 +3563,7 @@ class Proxy:
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.hosts: dict[str, bool] = {}
+        self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()}
         self.loopback_only = is_loopback(self.config.listen_host)
 
@@ -3575,11 +3576,9 @@ class Proxy:
                 return self
             self.server = Server(self)
             self.stopping = False
-            self.thread = threading.Thread(
-                target=self.server.serve_forever, kwargs={"poll_interval": 0.2}, name="kvproxy", daemon=True
-            )
+            self.warmup.start()  # first: a request that is served may write the file that it reads
+            self.thread = threading.Thread(target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
-            self.warmup.start()
         return self
 
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
@@ -3622,20 +3621,20 @@ class Proxy:
 
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot hold, or a set one."""
-        known = self.hosts.get(host)
-        if known is None:
-            known = self.can_be_ours(host)
-            remember(self.hosts, host, known)
-        return known
-
-    def can_be_ours(self, host: str) -> bool:
-        name = ""
-        with contextlib.suppress(ValueError):
-            name = (not re.search(r"[@/?#\\]", host) and urllib.parse.urlsplit("//" + host).hostname) or ""
-            ipaddress.ip_address(name)
+        if host in self.hosts:
             return True
+        if len(host) > 300 or re.search(r"[@/?#\\]", host):
+            return False
+        try:
+            name = urllib.parse.urlsplit("//" + host).hostname or ""
+        except ValueError:  # a bracket too few
+            return False
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-        return bool(name) and ("." not in name or name.endswith(private) or name in self.allowed)
+        local = name.endswith(private) or re.fullmatch(r"[^.:]+", name) is not None
+        known = local or name in self.allowed or address_of(name) is not None
+        if known:
+            remember(self.hosts, host, True)
+        return known
 
     # --- before a request is forwarded ----------------------------------------------------------------------------------
 
@@ -3676,18 +3675,16 @@ class Proxy:
 
     def quiet(self, exchange: Exchange) -> None:
         """Learn from a request and explain it. Called once, when the server is silent or has answered."""
-        if exchange.explained or exchange.dialect is None or exchange.counting:
+        view = exchange.view
+        if view is None or exchange.counting or exchange.explained:
             return
         exchange.explained = True
+        agent = "x-claude-code-agent-id"
         try:
-            view = exchange.view
-            if view is not None:
-                agent = exchange.request.get("x-claude-code-agent-id")
-                side = side_of(view.body, {"x-claude-code-agent-id": agent}, view)
-                exchange.idle = exchange.started - self.last_end
-                exchange.verdict = self.ledger.judge(
-                    segments_of(view), exchange.trace.conversation, side, time.monotonic(), self.backend.lost_at
-                )
+            side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
+            exchange.idle = exchange.started - self.last_end
+            talk, now = exchange.trace.conversation, time.monotonic()
+            exchange.verdict = self.ledger.judge(segments_of(view), talk, side, now, self.backend.lost_at)
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -3697,15 +3694,15 @@ class Proxy:
             return []
         self.quiet(exchange)
         report, verdict = exchange.report, exchange.verdict
-        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed, "billing": report.billing_removed,
-                   "regex": report.regex_removed, "lifted": report.lifted, "dropped": report.dropped}  # fmt: skip
-        told = " ".join(f"{name}={count}" for name, count in removed.items())
-        fields = [("Removed", told), ("Replayed", str(report.replayed))]
+        told = f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
+        told += f" regex={report.regex_removed} lifted={report.lifted} dropped={report.dropped}"
+        fields: Json = {"Removed": told, "Replayed": report.replayed}
         if verdict is not None:
-            fields += [("Prefix", f"{verdict.share:.3f}"), ("Verdict", verdict.name)]
-        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields]
+            fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
+        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields.items()]
 
     def busy(self, change: int) -> None:
+        """Count a request in (1) or out (-1)."""
         with self.guard:
             self.running += change
             if change < 0:
@@ -3716,51 +3713,44 @@ class Proxy:
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
+        answered = exchange.status == 200
         try:
-            if exchange.status in (0, 200):  # 0: the client left; the server may have read the prompt
+            if answered or not exchange.status:  # 0: the client left; the server may have read the prompt
                 self.quiet(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            answered = exchange.status == 200
-            tap, exchange.tap = exchange.tap, None
-            first, last = tap.windows() if tap is not None and answered else (b"", b"")
+            first, last = exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
             exchange.usage = usage_of(first, last)
             if exchange.trace.newest:
                 self.replay.answered(exchange.trace, hint_of(first) if answered else None)
-            verdict = exchange.verdict
-            if verdict is not None and answered:
-                settle(verdict, exchange.usage, exchange.idle)
-                self.warmup.remember(exchange)
-            elif not answered:
+            if not answered:
                 exchange.verdict = None
-            exchange.view = None
-            exchange.trace.newest = []
+            elif exchange.verdict is not None:
+                settle(exchange.verdict, exchange.usage, exchange.idle)
+                self.warmup.remember(exchange)
+            exchange.tap, exchange.view, exchange.trace.newest = None, None, []
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
-            self.write_log(exchange, warning)
+            if self.log.isEnabledFor(logging.INFO):
+                for line in log_lines(exchange):
+                    self.log.info("%s", line)
+            if warning:
+                self.log.warning("%s", warning)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
-    def write_log(self, exchange: Exchange, warning: str) -> None:
-        if not self.log.isEnabledFor(logging.WARNING if warning else logging.INFO):
-            return
-        lines = log_lines(exchange)
-        self.log.info("%s", lines[0])
-        for line in lines[1:]:
-            self.log.info("    %s", line)
-        if warning:
-            self.log.warning("%s", warning)
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a text is; None of any other."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.split("%")[0])
+        return getattr(address, "ipv4_mapped", None) or address
+    return None
 
 
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.split("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    address = address_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def printable(path: str) -> str:
@@ -3793,7 +3783,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         parts.append(exchange.fault)
     lines = [" | ".join(parts)]
     if verdict is not None and verdict.line() and not verdict.side:
-        lines.append(verdict.line())
+        lines.append("    " + verdict.line())
     return lines
 
 
@@ -3808,7 +3798,6 @@ class Metrics:
         self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)  # cached, prompt, verdict
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # time, share, verdict
         self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
-        self.rate = 0.0  # their median
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.kept = 0  # bytes of the bodies in `recent`
@@ -3837,16 +3826,15 @@ class Metrics:
             self.counts["verdict", verdict.name] += 1
             if usage.prompt is None or usage.cached is None:
                 return ""
-            read = usage.prompt - usage.cached
+            read, ms = usage.prompt - usage.cached, usage.prompt_ms
             self.counts["state", "reused"] += usage.cached
             self.counts["state", "read"] += read
-            ms = usage.prompt_ms
             if ms is None and exchange.stream and exchange.begun:  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
             if ms is not None and read >= 32:
                 self.rates.append(ms / read)
-                self.rate = statistics.median(self.rates)
-            self.saved += usage.cached * self.rate / 1000
+            if self.rates:
+                self.saved += usage.cached * statistics.median(self.rates) / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
@@ -3861,12 +3849,13 @@ class Metrics:
 
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and falls again."""
-        rate, was_low = self.hit_rate(), self.warned
-        low = rate is not None and rate < self.config.warn_reuse
-        self.warned = low and (was_low or len(self.window) == 20)
-        if rate is None or was_low or not self.warned:
-            return ""
-        return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
+        rate = self.hit_rate()
+        if rate is None or rate >= self.config.warn_reuse:
+            self.warned = False
+        elif not self.warned and len(self.window) == 20:
+            self.warned = True
+            return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
+        return ""
 
     def cause(self) -> str:
         """The most frequent reason why the requests of the window were not reused."""
@@ -3905,7 +3894,7 @@ class Capture:
     def write(self, exchange: Exchange) -> None:
         if not self.path or exchange.received is None:
             return
-        line = self.line(exchange, exchange.received) + "\n"
+        line = self.line(exchange, exchange.received)
         with self.guard:
             try:
                 if self.path:
@@ -3917,31 +3906,24 @@ class Capture:
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
         """The row of a request: its body as JSON if that loses nothing, else as text."""
-        request = exchange.request
+        names = [(name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers]
         row: Json = {
-            "method": request.method,
-            "path": self.without_secrets(request.path),
+            "method": exchange.request.method,
+            "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
             "time": exchange.time,
-            "headers": {
-                name.decode(): "***" if self.SECRET.search(name.decode()) else value.decode("latin-1")
-                for name, value in request.headers
-            },
+            "headers": {name: "***" if self.SECRET.search(name) else value for name, value in names},
             "status": exchange.status,
-            "report": dataclasses.asdict(exchange.report),
-            "usage": dataclasses.asdict(exchange.usage),
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
             "verdict": exchange.verdict.name if exchange.verdict else None,
         }
         with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": parse(received)}, separators=(",", ":"))
-        return json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
+            return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
+        return json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":")) + "\n"
 
-    def without_secrets(self, path: str) -> str:
-        """A request path whose query names keys but does not tell them."""
-
-        def told(pair: re.Match[str]) -> str:
-            return f"{pair[1]}=***" if self.SECRET.search(urllib.parse.unquote(pair[1])) else pair[0]
-
-        return re.sub(r"(?<=[?&])([^=&]*)=[^&]*", told, path)
+    def without_secret(self, member: re.Match[str]) -> str:
+        """A member of a query; the value of a key, a token and their like is not told."""
+        return f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
 
     def append(self, line: str) -> None:
         while self.file is None or (self.size and self.size + len(line) > self.limit):
@@ -4011,25 +3993,23 @@ class Warmup:
 
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that new ones match."""
-        if not self.config.warmup_file:
-            return
-        replay = self.proxy.replay
+        path, replay = self.config.warmup_file, self.proxy.replay
         try:
-            with open(self.config.warmup_file, encoding="ascii") as file:
-                rows = json.load(file)
-            for key, row in rows.items():
-                dialect, counting = dialect_of(row["path"])
-                view = view_of(row["body"], dialect) if dialect is not None and not counting else None
+            with open(path, encoding="ascii") as file:
+                heads = json.load(file)
+            for key, head in heads.items():
+                dialect, counting = dialect_of(head["path"])
+                view = view_of(head["body"], dialect) if dialect is not None and not counting else None
                 if view is None:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
                     with replay.store.lock:
                         replay.tools(view, replay.units(view, []), Report(), b"", True)
-                self.keep(key, row)
-        except FileNotFoundError:
+                self.keep(key, head)
+        except FileNotFoundError:  # none yet, or none wanted
             pass
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            self.warn(f"WARMUP_FILE={self.config.warmup_file!r} cannot be read and starts anew: {error}")
+            self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
     def keep(self, key: str, head: Json) -> None:
@@ -4135,8 +4115,7 @@ class Warmup:
     def send(self, head: Json) -> int:
         """Have the server read a head; returns the status, 0 without an answer."""
         try:
-            url = self.proxy.backend.locate()
-            tls = self.proxy.backend.tls
+            url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
             with contextlib.closing(http_connection(url, self.config.connect_timeout, tls=tls)) as connection:
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)

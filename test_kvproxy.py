@@ -491,10 +491,10 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     for url in (
         "localhost:8080", "127.0.0.1", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
         "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
-        "http://@host", "http://[::1", "http://h\u00f6st", "http://host\x01", "http://host/\x7f", "http://host\nX: 1",
+        "http://@host", "http://[::1", "http://127.0.0..1:80", f"http://{64 * 'a'}/", "http://h\u00f6st", "http://host\x01", "http://host/\x7f", "http://host\nX: 1",
     ):  # fmt: skip
         yield "BACKEND_URL", url, "must be http://host[:port][/prefix] or https://..."
-    for host in ("a b", "h\u00f6st", "http://0.0.0.0", "0.0.0.0,::", "[::]", "h\x01"):
+    for host in ("a b", "h\u00f6st", "http://0.0.0.0", "0.0.0.0,::", "[::]", "h\x01", "127.0.0..1", 64 * "a"):
         yield "LISTEN_HOST", host, "must be an address or a host name"
     yield "STRIP_MESSAGE_IDS", "2", "must be one of 0, 1, system"
     yield "LISTEN_PORT", "12.5", "must be a whole number"
@@ -546,6 +546,30 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
     with pytest.raises(kvproxy.ConfigError) as caught:
         Config(**wrong)
     assert str(caught.value).startswith(next(iter(wrong)).upper() + "=")
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "own"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:1234", True),
+        ("127.0.0.1", "http://127.0.0.1:1234/v1", True),
+        ("localhost", "http://LOCALHOST:1234", True),
+        ("0.0.0.0", "http://localhost:1234", True),
+        ("::", "http://[::1]:1234", True),
+        ("127.0.0.1", "http://127.0.0.1:1235", False),
+        ("127.0.0.1", "http://192.168.1.5:1234", False),
+        ("0.0.0.0", "http://gpu-box:1234", False),
+        ("192.168.1.5", "http://127.0.0.1:1234", False),
+    ],
+)
+def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
+    """LM Studio's port is ours, too: with it closed, each request would come back to us without end."""
+    told = ""
+    try:
+        Config.from_env({"LISTEN_HOST": host, "BACKEND_URL": url})
+    except kvproxy.ConfigError as error:
+        told = str(error)
+    assert bool(told) is own and (not own or (told.startswith(f"BACKEND_URL={url!r}") and "LISTEN_PORT" in told))
 
 
 def test_scrub_table_tells_every_setting() -> None:
@@ -5297,6 +5321,9 @@ EX_FOREIGN = (
     "a@127.0.0.1",
     "",
     "127.0.0.1/x",
+    "x" * 301,
+    "[not.an.address:x]",
+    ":80",
 )
 
 
@@ -5309,6 +5336,14 @@ def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
         answer = one.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
         assert (answer.status == 200) is known and (known or answer.status == 403), path
         assert known or b"secret prompt" not in answer.body
+
+
+def test_explain_hosts_take_little_memory() -> None:
+    proxy = Proxy(Config())
+    assert not any(proxy.known_host(f"{number}-{60_000 * 'x'}") for number in range(100))
+    assert not any(proxy.known_host(f"{number}.example") for number in range(100))
+    assert all(proxy.known_host(f"box-{number}") for number in range(10_000))
+    assert sum(map(len, proxy.hosts)) < 100_000
 
 
 @pytest.mark.parametrize(
@@ -8719,6 +8754,31 @@ def test_warmup_keeps_the_most_recently_used_heads(rig: Callable[..., Rig], by_h
     use("Cid")
     assert stored() == ["Ann.", "Cid."]
     assert len(one.proxy.warmup.heads) == 2
+
+
+def test_warmup_keeps_its_file_when_a_request_comes_at_once(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is served before the file was read would write it anew, without the heads of the last run."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    load, clients = kvproxy.Warmup.load, list[threading.Thread]()
+
+    def late(self: kvproxy.Warmup) -> None:
+        assert self.proxy.server is not None
+        peer = Peer(socket.create_connection(self.proxy.server.server_address[:2], PATIENCE))
+        body = json.dumps(opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).encode()
+        peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        clients.append(threading.Thread(target=lambda: (peer.response(), peer.close())))
+        clients[0].start()
+        threading.Event().wait(0.2)  # a window for the request to be served too early
+        load(self)
+
+    monkeypatch.setattr(kvproxy.Warmup, "load", late)
+    one = rig(warmup_file=str(path))
+    one.finished(1)
+    clients[0].join(PATIENCE)
+    assert len(json.loads(path.read_text())) == 2
 
 
 def test_warmup_reads_no_more_heads_than_set(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
