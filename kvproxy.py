@@ -770,64 +770,44 @@ def only_lead(text: str) -> bool:
 ID_KEYS = frozenset(("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"))
 # In the system prompt these vary from turn to turn as well: who speaks in a group, and what was mentioned.
 INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
-SCALAR = re.compile(r'"(?:[^"\\\n]|\\.)*"|[^\s{}\[\],:"]+')
+_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
 
 
-def skip_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+def nested(levels: int) -> str:
+    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks like numbers, words,
+    commas and colons: it is enough to know where the value ends."""
+    inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
+    return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
 
 
-def scalar_end(text: str, at: int) -> int:
-    if match := SCALAR.match(text, at):
-        return match.end()
-    raise ValueError("no JSON value")
+def member_of(keys: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for the members of those names, with the comma behind. In JSON, no string holds such bare quotes."""
+    names = "|".join(sorted(keys))
+    return re.compile(rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?')
 
 
-def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tuple[str, int, int]:
-    """Take members named in `keys` out of the JSON object or array that begins at text[start], `deep`: at any depth.
+NESTED = re.compile(nested(8))  # clients write three levels at most
+ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
 
-    Returns (new value, end of the old value, members removed). Separators and indentation of the members that stay are
-    kept, so no comma dangles. Raises ValueError when it is not JSON, RecursionError when it is nested too deeply; any
-    word without quotes passes for a number, true, false or null.
+
+def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
+    """Take the members that `member` matches, at any depth, out of the JSON object or array at text[start].
+
+    Returns (new value, end of the old value, members removed). The layout of what stays is kept, and no comma dangles.
+    Where no such value ends, that is ("", start, 0).
     """
-    opener, closer = text[start], {"{": "}", "[": "]"}[text[start]]
-    at = skip_space(text, start + 1)
-    opening, kept, removed, end = text[start:at], "", 0, at  # `end` of the last member
-    while text[at : at + 1] != closer:
-        separator, begin, name = text[end:at], at, None
-        if opener == "{":
-            end = scalar_end(text, at)
-            name, at = text[at + 1 : end - 1], skip_space(text, end)
-            if text[begin] != '"' or text[at : at + 1] != ":":
-                raise ValueError("no member")
-            at = skip_space(text, at + 1)
-        if name in keys:
-            removed, end = removed + 1, value_end(text, at)
-        else:
-            if deep and text[at : at + 1] in ("{", "["):
-                value, end, count = drop_members(text, at, keys, deep)
-                member, removed = text[begin:at] + value, removed + count
-            else:
-                end = value_end(text, at)
-                member = text[begin:end]
-            kept += separator + member if kept else member
-        at = skip_space(text, end)
-        if text[at : at + 1] == ",":
-            at = skip_space(text, at + 1)
-        elif text[at : at + 1] != closer:
-            raise ValueError("no comma")
-    at += 1
-    if not removed:
-        return text[start:at], at, 0
-    return opening + kept + text[end:at] if kept else opener + closer, at, removed
-
-
-def value_end(text: str, at: int) -> int:
-    """Where the value at text[at] ends."""
-    nested = text[at : at + 1] in ("{", "[")
-    return drop_members(text, at, frozenset(), False)[1] if nested else scalar_end(text, at)
+    value = NESTED.match(text, start)
+    if value is None:
+        return "", start, 0
+    kept, at, removed = "", start, 0
+    for match in member.finditer(text, start, value.end()):
+        kept += text[at : match.start()]
+        at = match.end()
+        removed += 1
+        if not match["comma"]:  # the last member: the comma before it goes
+            kept = kept.rstrip().removesuffix(",")
+            at = match.end() if kept.endswith("{") else match.start("space")
+    return kept + text[at : value.end()], value.end(), removed
 
 
 # --- the rules' functions: a text and the decorations at its start in, cuts out ----------------------------------------
@@ -855,13 +835,12 @@ def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
             start = text.rfind("{", done, start)
             if start < 0:
                 break
-            with contextlib.suppress(ValueError, RecursionError):
-                _value, end, own = drop_members(text, start, frozenset(("schema",)), False)
-                if own and end > mark.start():
-                    value, done, count = drop_members(text, start, INBOUND_KEYS, False)
-                    if count:
-                        yield Cut(start, done, value, count)
-                    break
+            value, end, count = drop_members(text, start, INBOUND_MEMBER)
+            if end > mark.start():
+                done = end
+                if count:
+                    yield Cut(start, end, value, count)
+                break
 
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
@@ -870,18 +849,15 @@ ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
     """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
-    for match in spans:
-        start, end = match.span("json")
-        if text[start : start + 1] in ("{", "["):
-            with contextlib.suppress(ValueError, RecursionError):
-                value, stop, count = drop_members(text, start, ID_KEYS, True)
-                if stop == end and count:
-                    yield Cut(start, end, value, count)
+    for start, end in [match.span("json") for match in spans if match["json"]]:
+        value, stop, count = drop_members(text, start, ID_MEMBER)
+        if stop == end and count:
+            yield Cut(start, end, value, count)
     for line in ID_LINE.finditer(text):
         yield Cut(*line.span(), "", 1)
 
 
-def cut_stamp(text: str, spans: Lead) -> Iterator[Cut]:
+def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
     """The time stamp at the start of a user text, or after OpenClaw's blocks."""
     for match in spans:
         if match["stamp"] is not None:
@@ -898,36 +874,34 @@ def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
 
 
 class Rule(NamedTuple):
-    """A row of the table: which texts it looks at, and what it must leave alone."""
+    """A row of the table."""
 
-    name: str
     on: Callable[[Config], bool]
-    markers: tuple[str, ...]  # one of them must be in the text (and so in the body's bytes) before any work is done
-    role: str
+    role: str  # whose texts it looks at
     first: bool  # only the first text of that role
     cuts: Callable[[str, Lead], Iterator[Cut]]
     counter: str  # the field of Report that counts its removals
-    spares: str
+    markers: tuple[str, ...]  # one of them must be in the text before any work is done
 
 
 RULES = (
+    # spares the same words anywhere but at the very start
     Rule(
-        "billing header", lambda c: c.strip_billing, ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
-        "system", True, cut_billing, "billing_removed", "the same words anywhere but at the very start",
+        lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
+        ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
+    # spares channel, provider, chat_id, which are stable in a conversation
     Rule(
-        "ids in the inbound block", lambda c: c.strip_message_ids != "0", ("openclaw.inbound_meta.",),
-        "system", False, cut_inbound, "msg_ids_removed", "channel, provider, chat_id: stable in a conversation",
+        lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
+        ("openclaw.inbound_meta.",),
     ),
+    # spares JSON without OpenClaw's label, ids in running text
     Rule(
-        "ids in user blocks", lambda c: c.strip_message_ids == "1",
+        lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
         ("message_id", "reply_to_id", "message_sid", "slack message id"),
-        "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
     ),
-    Rule(
-        "time stamp", lambda c: c.strip_timestamps, (" 202", " 203"),
-        "user", False, cut_stamp, "ts_removed", "a stamp later in the text, a second stamp, other date forms",
-    ),
+    # spares a stamp later in the text, a second stamp, other date forms
+    Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
 
 
@@ -977,23 +951,20 @@ class Scrubber:
 
     def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
         """The text after all rules, and what to count."""
-        rules = [rule for rule in self.rules if rule.role == role and (first or not rule.first)]
-        due = [rule for rule in rules if any(marker in text for marker in rule.markers)]
+        due = [
+            rule for rule in self.rules
+            if rule.role == role and (first or not rule.first) and any(marker in text for marker in rule.markers)
+        ]  # fmt: skip
         spans = lead(text) if due and role == "user" and first else []
-        cuts: list[Cut] = []
-        counts = []
-        for rule in due:
-            found = list(rule.cuts(text, spans))
-            cuts += found
-            counts.append((rule.counter, sum(cut.removed for cut in found)))
-        for cut in sorted(cuts, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
+        found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
+        for cut, _ in sorted(found, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
             text = text[: cut.start] + cut.put + text[cut.end :]
+        counts = [(counter, cut.removed) for cut, counter in found]
         for pattern in self.patterns:
-            matches = sum(bool(match.group()) for match in pattern.finditer(text))
-            if matches:
+            if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
                 text = pattern.sub("", text)
                 counts.append(("regex_removed", matches))
-        return text, [pair for pair in counts if pair[1]]
+        return text, counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1068,22 +1039,21 @@ def system_first(view: View, report: Report) -> None:
         last.set(last.get() + "\n\n" + turn.text())
     kept: list[Turn] = []
     for index, turn in enumerate(turns):
-        after = turns[index + 1] if index + 1 < len(turns) else None
-        if turn.role == "system" and index > 0:
-            report.system_moved += 1
-            text = reminder(turn.text())
-            before = kept[-1].own() if kept else turn
-            if before.item is not None and before.item.get("role") == "user" and add_text(view, before, text):
-                kept[-1] = turn_of(before.item)
-                continue
-            if after is not None and after.role == "user" and after.slots():
-                turns[index + 1] = after.own()
-                slot = turns[index + 1].slots()[0]
-                slot.set(text + "\n\n" + slot.get())
-                continue
-            kind = {"type": "message"} if "type" in (turn.item or {}) else {}
-            turn = turn_of({**kind, "role": "user", "content": text})
-        kept.append(turn)
+        if turn.role != "system" or index == 0:
+            kept.append(turn)
+            continue
+        report.system_moved += 1
+        text = reminder(turn.text())
+        before, after = kept[-1].own(), turns[index + 1] if index + 1 < len(turns) else None
+        if before.item and before.item.get("role") == "user" and add_text(view, before, text):
+            kept[-1] = turn_of(before.item)
+        elif after is not None and after.role == "user" and after.slots():
+            turns[index + 1] = after.own()
+            slot = turns[index + 1].slots()[0]
+            slot.set(text + "\n\n" + slot.get())
+        else:
+            kind = {"type": "message"} if turn.item and "type" in turn.item else {}
+            kept.append(turn_of({**kind, "role": "user", "content": text}))
     view.turns = kept
 
 
