@@ -1815,72 +1815,72 @@ class Usage:
         return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
 
 
-USAGE_KEYS = {  # a number -> where a server puts it: in `usage`, its details, `timings` or beside them
-    "prompt": ("prompt_tokens", "tokens_evaluated"),
-    "cached": ("cached_tokens", "prompt_cache_hit_tokens"),
-    "input": ("input_tokens",),  # in /v1/messages only what was not cached
-    "cache_read": ("cache_read_input_tokens",),
-    "cache_write": ("cache_creation_input_tokens",),
-    "output": ("completion_tokens", "output_tokens", "predicted_n"),
-    **{name: (name,) for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
+USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
+    **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
+    **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
+    **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
+    "input_tokens": "input",  # in /v1/messages only what was not cached
+    "cache_read_input_tokens": "cache_read",
+    "cache_creation_input_tokens": "cache_write",
+    **{name: name for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
 }
-NUMBERS = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)|"(tokens_evaluated)"\s*:\s*(?=\d)')
-BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
+NUMBERS = [re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")]
+BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')  # and strings, whose brackets do not count
+value_at = json.JSONDecoder().raw_decode
 
 
 def usage_of(*windows: bytes) -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count. A quoted
-    key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
+    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count.
     """
     found: dict[str, float] = {}
     windows = tuple(window for window in windows if window)
-    for place, window in enumerate(windows, 1):
-        streamed = window.startswith(b"data:") or b"\ndata:" in window
-        lines = window.split(b"\n") if streamed else [window]
-        lines = [line for line in (lines if place == len(windows) else lines[:-1]) if NUMBERS.search(line)]
-        for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
-            with contextlib.suppress(ValueError, RecursionError):
-                event = member(json.loads(line.removeprefix(b"data:")))
-                for part in filter(None, (event, member(event.get("message")), member(event.get("response")))):
-                    read_numbers(found, part)
-                continue
-            for match in list(NUMBERS.finditer(line))[-8:]:  # the line's start is cut off
+    for window in windows:
+        text = window.decode("latin-1")  # all that matters is ASCII
+        streamed = text.startswith("data:") or "\ndata:" in text
+        for pattern in NUMBERS:
+            matches = list(pattern.finditer(text))
+            for match in matches[:4] + matches[4:][-8:]:  # servers that report in every event report running totals
+                end = text.find("\n", match.end()) if streamed else -1
+                if end < 0 and window is not windows[-1]:
+                    continue  # cut off
                 with contextlib.suppress(ValueError, RecursionError):
-                    text = line[match.end() :].decode("utf-8", "replace")
-                    value, end = json.JSONDecoder().raw_decode(text)
-                    if outermost(text[end:].encode()):
-                        read_numbers(found, {(match[1] or match[2]).decode(): value})
+                    value, rest = value_at(text, match.end())
+                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
+                        read_numbers(found, {match[1]: value})
     return settled(found)
 
 
-def outermost(rest: bytes) -> bool:
-    """Whether what stands before `rest` is a member of an answer, or of the one object in an event: in a list, or
+def outermost(rest: list[str]) -> bool:
+    """Whether what stands before these brackets is a member of an answer, or of the one object in an event: in a list, or
     deeper, the model wrote it (a tool call's input is no string in /v1/messages)."""
-    depth = lowest = 0
-    for token in BRACKETS.findall(rest):
-        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token, 0)
-        if depth < lowest and token == b"]":
+    opened = closed = 0
+    for token in rest:
+        if token in ("{", "["):
+            opened += 1
+        elif token in ("}", "]") and opened:
+            opened -= 1
+        elif token == "]":
             return False
-        lowest = min(lowest, depth)
-    return lowest in (-1, -2)
+        elif token == "}":
+            closed += 1
+    return closed in (1, 2)
 
 
-def read_numbers(found: dict[str, float], part: Json) -> None:
-    """Enter the numbers of an answer, or of the object in an event that has its usage, into `found`."""
-    usage = member(part.get("usage"))
-    details = [member(usage.get(key)) for key in ("prompt_tokens_details", "input_tokens_details")]
-    for numbers in filter(None, (part, member(part.get("timings")), usage, *details)):
-        for name, keys in USAGE_KEYS.items():
-            for number in [numbers[key] for key in keys if key in numbers]:
-                if type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
-                    found[name] = number
+def read_numbers(found: dict[str, float], numbers: Json) -> None:
+    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
+    for key, number in numbers.items():
+        if key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
+            found[USAGE_KEYS[key]] = number
+        elif isinstance(number, dict):
+            read_numbers(found, number)
 
 
 def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
-    prompt, cached, output = found.get("prompt"), found.get("cached"), found.get("output")
+    prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
         prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
         cached = found.get("cache_read", cached)
@@ -1891,8 +1891,10 @@ def settled(found: dict[str, float]) -> Usage:
             cached = prompt - found["prompt_n"]  # before cache_n: prompt_n was already what had to be read
     if cached is not None and prompt is not None:
         cached = min(cached, prompt)
-    counts = [None if number is None else int(number) for number in (prompt, cached, output)]
-    return Usage(counts[0], counts[1], found.get("prompt_ms"), counts[2])
+    prompt, cached, output = (
+        None if number is None else int(number) for number in (prompt, cached, found.get("output"))
+    )
+    return Usage(prompt, cached, found.get("prompt_ms"), output)
 
 
 _PLAIN = (None, "text", "text_delta", "output_text")
@@ -1907,17 +1909,14 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 def hint_of(window: bytes) -> str:
     """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do not tell."""
     words = ""
-    for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
-        try:
-            parts = list(hint_parts(json.loads(text)))
-        except (ValueError, RecursionError):
-            break
-        for piece, call in parts:
-            if call and not words.strip():
-                return call
-            words += piece
-        if len(words) > 400:
-            break
+    with contextlib.suppress(ValueError, RecursionError):
+        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
+            for piece, call in hint_parts(json.loads(text)):
+                if call and not words.strip():
+                    return call
+                words += piece
+            if len(words) > 200:  # more are not compared
+                break
     return words.strip()[:400]
 
 
@@ -1941,11 +1940,6 @@ def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def member(value: Any) -> Json:
-    """A value that should be a JSON object; an empty one if it is not."""
-    return value if isinstance(value, dict) else {}
 
 
 class Segment(NamedTuple):
@@ -1990,7 +1984,7 @@ def spelled(value: Any) -> str:
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, dict):
-        value, function = bare(value), member(value.get("function"))
+        value, function = bare(value), members(value.get("function"))
         if isinstance(function.get("arguments"), str):
             value["function"] = {**function, "arguments": spelled(function["arguments"])}
     text = json.dumps(value)
@@ -2012,7 +2006,7 @@ def alike(a: str, b: str) -> bool:
 
 
 def tool_name(tool: Any) -> str:
-    name = (member(member(tool).get("function")) or member(tool)).get("name")
+    name = (members(members(tool).get("function")) or members(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"  # it stands in the log
 
 
@@ -2285,22 +2279,23 @@ def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
     if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
         return
     if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        cause = (
-            "away" if verdict.away else "taken" if verdict.taken else "idle" if idle_seconds > 300
-            else "checkpoint" if usage.cached < 0.05 * usage.prompt else "partly"
-        )  # fmt: skip
-        verdict.name, verdict.kind = "lost", cause
-        verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
+        causes = {
+            "away": verdict.away,
+            "taken": verdict.taken,
+            "idle": idle_seconds > 300,
+            "checkpoint": usage.cached < 0.05 * usage.prompt,
+            "partly": True,
+        }
+        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
 
 
-SIDE_SHAPES = re.compile(  # in the system prompt or the last turn
-    r"(?i)(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
+SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
+    r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-
-
-SIDE_WORDS = ("itle", "ITLE", "uggest", "redict", "ummar")  # one must be there before the slow search
+SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -2316,7 +2311,10 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return ""
     if "'title': {" in str(body.get("output_config") or body.get("text")):  # a property; every schema may have a title
         return "title"
-    for text in [turn.text()[:4000] for turn in (*view.system()[:1], *view.turns[-1:])]:
+    turns = view.turns[-1:]
+    if not any(turn.role == "assistant" for turn in view.turns):
+        turns = view.system()[:1] + turns
+    for text in [turn.text()[:2000].lower() for turn in turns]:
         if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
             return str(match.lastgroup)
     return ""

@@ -4680,6 +4680,12 @@ EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
     "sub-agent": (ex_chat("Find all tests.", tools=EX_AB), {"x-claude-code-agent-id": "a1"}, "sub-agent"),
     "none": (ex_chat(EX_HI), {}, ""),
     "none: a tool user who asks for a title": (ex_chat("Write a title for my page.", tools=EX_AB), {}, ""),
+    "title in capitals": (ex_chat("### TASK: Generate a TITLE"), {}, "title"),
+    "none: a conversation whose rules speak of titles": (
+        ex_chat(EX_HI, "ok", "go on", system="Write a title above every answer."),
+        {},
+        "",
+    ),
     "none: metadata of another kind": ({"input": "hi", "client_metadata": {"thread_source": "user"}}, {}, ""),
     "none: strange shapes": ({"messages": [], "output_config": 3, "client_metadata": ["x"], "tools": "x"}, {}, ""),
 }
