@@ -708,9 +708,10 @@ class Report:
 
 # --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below work on its spans -----
 
-_ZONE = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_WEEKDAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-_TIME = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?" + _ZONE
+_TIME = (
+    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
+    r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
+)
 _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026-05-07 ..." is somebody's own words
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
@@ -721,7 +722,7 @@ _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: 
 LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
     # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a weekday,
     # [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored with the message, and never vary.
-    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_WEEKDAY} {_TIME}\](?: |(?=\n)|$)"),
+    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
     ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
     ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)"),
     ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
@@ -730,7 +731,7 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
     ("reminder", r"<system-reminder>.*?</system-reminder>"),
     ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
-    ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\]"),
+    ("reply", r"\[Replying to .*?\[/Replying\]"),
     ("line", r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
@@ -754,7 +755,7 @@ def lead(text: str) -> list[re.Match[str]]:
             break
         found.append(match)
         at = match.end()
-        while text[at : at + 1] == "\n":
+        while text.startswith("\n", at):
             at += 1
     return found
 
@@ -978,14 +979,15 @@ def drop_empty_first(view: View) -> None:
     """Take out a first system block or message that the billing rule left empty."""
     turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
     content, slot = turn.holder.get(turn.key), turn.slots()[0]
+    if slot.get():
+        return
     if isinstance(content, list) and len(content) > 1:
-        if slot.get() == "":
-            kept = [part for part in content if part is not slot.holder and part != ""]
-            view.replace(turn, turn.own()).refit(kept)
-    elif turn.text() == "" and turn.item is None:
+        kept = [part for part in content if part is not slot.holder and part != ""]
+        view.replace(turn, turn.own()).refit(kept)
+    elif turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
-    elif turn.text() == "" and len(view.turns) > 1:
+    elif len(view.turns) > 1:
         view.turns.remove(turn)
 
 
@@ -1025,7 +1027,7 @@ def system_first(view: View, report: Report) -> None:
     answered = next((i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")), len(view.turns))
     hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
     front = view.turns[:count] + hoisted
-    turns = [turn for turn in view.turns if turn not in front]
+    turns = [turn for turn in view.turns[count:] if turn not in hoisted]
     report.system_moved += len(front) - (count > 0 and not view.head)  # a first message stays where it is
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
@@ -1034,9 +1036,9 @@ def system_first(view: View, report: Report) -> None:
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
             turns.insert(0, base)
-    for turn in front:
+    if front:
         last = (view.head or turns)[0].slots()[-1]
-        last.set(last.get() + "\n\n" + turn.text())
+        last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
     kept: list[Turn] = []
     for index, turn in enumerate(turns):
         if turn.role != "system" or index == 0:
@@ -1970,7 +1972,7 @@ def said(turn: Turn) -> str:
     content, item = turn.holder.get(turn.key), turn.item or {}
     rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
     rest += [part for part in listed(content) if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS]
-    rest += [item.get(key) for key in ("name", "arguments", "tool_calls", "call_id", "tool_call_id")]
+    rest += [item.get(key) for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")]
     return "\n".join(filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)]))
 
 
@@ -2244,27 +2246,23 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
     name, new = prompt.names[depth], prompt.texts[depth]
     old_name, old = (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
     was, now = entry.tools(), prompt.tools()
+    turns = name.startswith("turn ") and old
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     verdict.where = name
-    if was != now and (name.startswith("tool ") or old_name.startswith("tool ")):
+    if was != now and "tool " in (name[:5], old_name[:5]):
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [name for name in was if name not in now], [name for name in now if name not in was]
+        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
         if sorted(was) == sorted(now):
-            verdict.kind = "tool order"
-            start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
-            sides = was[start:], now[start:]
+            start = len(os.path.commonprefix([was, now]))
+            verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif (
-        name.startswith("turn ")
-        and old
-        and (new in entry.texts[depth + 1 : depth + 4] or ("(assistant)" in name and "(assistant)" not in old_name))
-    ):
+    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif name.startswith("turn ") and old and old in prompt.texts[depth + 1 : depth + 4]:
+    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
         verdict.kind, verdict.after = "put in", around(new, 0)
     else:
         at = common_prefix(old, new)
-        verdict.kind = kind_of(old, new, at)
-        verdict.before, verdict.after = around(old, at), around(new, at)
+        verdict.kind, verdict.before, verdict.after = kind_of(old, new, at), around(old, at), around(new, at)
 
 
 def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:

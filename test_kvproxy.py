@@ -4654,6 +4654,20 @@ def test_explain_image_counts_as_little() -> None:
     assert ledger.size < 100000
 
 
+def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
+    """Codex's apply_patch: its words stand in `input`, no JSON."""
+
+    def body(patch: str) -> ExJson:
+        call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch}
+        result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+        user = {"type": "message", "role": "user", "content": EX_HI}
+        return {"instructions": EX_LONG, "input": [user, call, result, {**user, "content": "go on"}]}
+
+    changed = ex_play([body("*** Begin Patch\n+one"), body("*** Begin Patch\n+two")])[1]
+    assert (changed.name, changed.where) == ("rewritten", "turn 2 (assistant)")
+    assert (changed.before, changed.after) == ("+one", "+two")
+
+
 EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
     "title by its words": (ex_chat("Please write a 5-word title for this conversation:\nhi"), {}, "title"),
     "title by its system prompt": (
