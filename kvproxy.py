@@ -1021,7 +1021,7 @@ def system_first(view: View, report: Report) -> None:
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() and not turn.rest() for turn in systems):
+    if not all(turn.slots() for turn in view.head + systems) or any(turn.rest() for turn in systems):
         return  # a system message without text, or with more than text: an unknown shape
     count = view.leading()
     answered = next((i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")), len(view.turns))

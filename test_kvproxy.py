@@ -1376,6 +1376,17 @@ def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str
     assert scrubbed(body, dialect, strip_billing=False)[0] == body
 
 
+def test_scrub_billing_header_beside_what_is_no_text() -> None:
+    """Without its header the system prompt holds no text that the other system message could join."""
+    image = {"type": "image", "source": {}}
+    body = {
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: a=b;"}, image],
+        "messages": [{"role": "system", "content": "Rules."}, {"role": "user", "content": "hi"}],
+    }
+    result, report = scrubbed(body, "messages")
+    assert result == {**body, "system": [image]} and report.billing_removed == 1
+
+
 @pytest.mark.parametrize("ending", ["", "\n"])
 def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
     """The block, message or key that held nothing else goes too; the other blocks stay as they are."""
