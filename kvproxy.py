@@ -1957,7 +1957,8 @@ BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 def segments_of(view: View) -> list[Segment]:
     """The prompt in the order system, tools, turns; without reasoning, which clients and chat templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
-    found += [Segment(f"tool {tool_name(tool)}", spelled(tool)) for tool in listed(view.body.get("tools"))]
+    for tool in listed(view.body.get("tools")):
+        found.append(Segment(f"tool {tool_name(tool)}", json.dumps(bare(tool) if isinstance(tool, dict) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
@@ -1977,7 +1978,7 @@ def said(turn: Turn) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A call, result or tool as text. Arguments in any spelling are equal to the server, which parses them; an image's
+    """A call or result as text. Arguments in any spelling are equal to the server, which parses them; an image's
     bytes stand for few tokens, and are replaced by a hash."""
     if isinstance(value, list):
         return "\n".join(map(spelled, value))
