@@ -711,9 +711,10 @@ class Report:
 
 # --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below work on its spans -----
 
-_ZONE = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_WEEKDAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-_TIME = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?" + _ZONE
+_TIME = (
+    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
+    r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
+)
 _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026-05-07 ..." is somebody's own words
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
@@ -724,7 +725,7 @@ _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: 
 LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
     # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a weekday,
     # [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored with the message, and never vary.
-    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_WEEKDAY} {_TIME}\](?: |(?=\n)|$)"),
+    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
     ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
     ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)"),
     ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
@@ -733,7 +734,7 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
     ("reminder", r"<system-reminder>.*?</system-reminder>"),
     ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
-    ("reply", r"\[Replying to (?:[^\n]*\n)?.*?\[/Replying\]"),
+    ("reply", r"\[Replying to .*?\[/Replying\]"),
     ("line", r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
@@ -757,7 +758,7 @@ def lead(text: str) -> list[re.Match[str]]:
             break
         found.append(match)
         at = match.end()
-        while text[at : at + 1] == "\n":
+        while text.startswith("\n", at):
             at += 1
     return found
 
@@ -773,64 +774,44 @@ def only_lead(text: str) -> bool:
 ID_KEYS = frozenset(("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"))
 # In the system prompt these vary from turn to turn as well: who speaks in a group, and what was mentioned.
 INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
-SCALAR = re.compile(r'"(?:[^"\\\n]|\\.)*"|[^\s{}\[\],:"]+')
+_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
 
 
-def skip_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+def nested(levels: int) -> str:
+    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks like numbers, words,
+    commas and colons: it is enough to know where the value ends."""
+    inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
+    return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
 
 
-def scalar_end(text: str, at: int) -> int:
-    if match := SCALAR.match(text, at):
-        return match.end()
-    raise ValueError("no JSON value")
+def member_of(keys: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for the members of those names, with the comma behind. In JSON, no string holds such bare quotes."""
+    names = "|".join(sorted(keys))
+    return re.compile(rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?')
 
 
-def drop_members(text: str, start: int, keys: frozenset[str], deep: bool) -> tuple[str, int, int]:
-    """Take members named in `keys` out of the JSON object or array that begins at text[start], `deep`: at any depth.
+NESTED = re.compile(nested(8))  # clients write three levels at most
+ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
 
-    Returns (new value, end of the old value, members removed). Separators and indentation of the members that stay are
-    kept, so no comma dangles. Raises ValueError when it is not JSON, RecursionError when it is nested too deeply; any
-    word without quotes passes for a number, true, false or null.
+
+def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
+    """Take the members that `member` matches, at any depth, out of the JSON object or array at text[start].
+
+    Returns (new value, end of the old value, members removed). The layout of what stays is kept, and no comma dangles.
+    Where no such value ends, that is ("", start, 0).
     """
-    opener, closer = text[start], {"{": "}", "[": "]"}[text[start]]
-    at = skip_space(text, start + 1)
-    opening, kept, removed, end = text[start:at], "", 0, at  # `end` of the last member
-    while text[at : at + 1] != closer:
-        separator, begin, name = text[end:at], at, None
-        if opener == "{":
-            end = scalar_end(text, at)
-            name, at = text[at + 1 : end - 1], skip_space(text, end)
-            if text[begin] != '"' or text[at : at + 1] != ":":
-                raise ValueError("no member")
-            at = skip_space(text, at + 1)
-        if name in keys:
-            removed, end = removed + 1, value_end(text, at)
-        else:
-            if deep and text[at : at + 1] in ("{", "["):
-                value, end, count = drop_members(text, at, keys, deep)
-                member, removed = text[begin:at] + value, removed + count
-            else:
-                end = value_end(text, at)
-                member = text[begin:end]
-            kept += separator + member if kept else member
-        at = skip_space(text, end)
-        if text[at : at + 1] == ",":
-            at = skip_space(text, at + 1)
-        elif text[at : at + 1] != closer:
-            raise ValueError("no comma")
-    at += 1
-    if not removed:
-        return text[start:at], at, 0
-    return opening + kept + text[end:at] if kept else opener + closer, at, removed
-
-
-def value_end(text: str, at: int) -> int:
-    """Where the value at text[at] ends."""
-    nested = text[at : at + 1] in ("{", "[")
-    return drop_members(text, at, frozenset(), False)[1] if nested else scalar_end(text, at)
+    value = NESTED.match(text, start)
+    if value is None:
+        return "", start, 0
+    kept, at, removed = "", start, 0
+    for match in member.finditer(text, start, value.end()):
+        kept += text[at : match.start()]
+        at = match.end()
+        removed += 1
+        if not match["comma"]:  # the last member: the comma before it goes
+            kept = kept.rstrip().removesuffix(",")
+            at = match.end() if kept.endswith("{") else match.start("space")
+    return kept + text[at : value.end()], value.end(), removed
 
 
 # --- the rules' functions: a text and the decorations at its start in, cuts out ----------------------------------------
@@ -858,13 +839,12 @@ def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
             start = text.rfind("{", done, start)
             if start < 0:
                 break
-            with contextlib.suppress(ValueError, RecursionError):
-                _value, end, own = drop_members(text, start, frozenset(("schema",)), False)
-                if own and end > mark.start():
-                    value, done, count = drop_members(text, start, INBOUND_KEYS, False)
-                    if count:
-                        yield Cut(start, done, value, count)
-                    break
+            value, end, count = drop_members(text, start, INBOUND_MEMBER)
+            if end > mark.start():
+                done = end
+                if count:
+                    yield Cut(start, end, value, count)
+                break
 
 
 # A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
@@ -873,18 +853,15 @@ ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
     """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
-    for match in spans:
-        start, end = match.span("json")
-        if text[start : start + 1] in ("{", "["):
-            with contextlib.suppress(ValueError, RecursionError):
-                value, stop, count = drop_members(text, start, ID_KEYS, True)
-                if stop == end and count:
-                    yield Cut(start, end, value, count)
+    for start, end in [match.span("json") for match in spans if match["json"]]:
+        value, stop, count = drop_members(text, start, ID_MEMBER)
+        if stop == end and count:
+            yield Cut(start, end, value, count)
     for line in ID_LINE.finditer(text):
         yield Cut(*line.span(), "", 1)
 
 
-def cut_stamp(text: str, spans: Lead) -> Iterator[Cut]:
+def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
     """The time stamp at the start of a user text, or after OpenClaw's blocks."""
     for match in spans:
         if match["stamp"] is not None:
@@ -901,36 +878,34 @@ def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
 
 
 class Rule(NamedTuple):
-    """A row of the table: which texts it looks at, and what it must leave alone."""
+    """A row of the table."""
 
-    name: str
     on: Callable[[Config], bool]
-    markers: tuple[str, ...]  # one of them must be in the text (and so in the body's bytes) before any work is done
-    role: str
+    role: str  # whose texts it looks at
     first: bool  # only the first text of that role
     cuts: Callable[[str, Lead], Iterator[Cut]]
     counter: str  # the field of Report that counts its removals
-    spares: str
+    markers: tuple[str, ...]  # one of them must be in the text before any work is done
 
 
 RULES = (
+    # spares the same words anywhere but at the very start
     Rule(
-        "billing header", lambda c: c.strip_billing, ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
-        "system", True, cut_billing, "billing_removed", "the same words anywhere but at the very start",
+        lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
+        ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
+    # spares channel, provider, chat_id, which are stable in a conversation
     Rule(
-        "ids in the inbound block", lambda c: c.strip_message_ids != "0", ("openclaw.inbound_meta.",),
-        "system", False, cut_inbound, "msg_ids_removed", "channel, provider, chat_id: stable in a conversation",
+        lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
+        ("openclaw.inbound_meta.",),
     ),
+    # spares JSON without OpenClaw's label, ids in running text
     Rule(
-        "ids in user blocks", lambda c: c.strip_message_ids == "1",
+        lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
         ("message_id", "reply_to_id", "message_sid", "slack message id"),
-        "user", False, cut_block_ids, "msg_ids_removed", "JSON without OpenClaw's label, ids in running text",
     ),
-    Rule(
-        "time stamp", lambda c: c.strip_timestamps, (" 202", " 203"),
-        "user", False, cut_stamp, "ts_removed", "a stamp later in the text, a second stamp, other date forms",
-    ),
+    # spares a stamp later in the text, a second stamp, other date forms
+    Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
 
 
@@ -980,23 +955,20 @@ class Scrubber:
 
     def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
         """The text after all rules, and what to count."""
-        rules = [rule for rule in self.rules if rule.role == role and (first or not rule.first)]
-        due = [rule for rule in rules if any(marker in text for marker in rule.markers)]
+        due = [
+            rule for rule in self.rules
+            if rule.role == role and (first or not rule.first) and any(marker in text for marker in rule.markers)
+        ]  # fmt: skip
         spans = lead(text) if due and role == "user" and first else []
-        cuts: list[Cut] = []
-        counts = []
-        for rule in due:
-            found = list(rule.cuts(text, spans))
-            cuts += found
-            counts.append((rule.counter, sum(cut.removed for cut in found)))
-        for cut in sorted(cuts, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
+        found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
+        for cut, _ in sorted(found, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
             text = text[: cut.start] + cut.put + text[cut.end :]
+        counts = [(counter, cut.removed) for cut, counter in found]
         for pattern in self.patterns:
-            matches = sum(bool(match.group()) for match in pattern.finditer(text))
-            if matches:
+            if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
                 text = pattern.sub("", text)
                 counts.append(("regex_removed", matches))
-        return text, [pair for pair in counts if pair[1]]
+        return text, counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1010,14 +982,15 @@ def drop_empty_first(view: View) -> None:
     """Take out a first system block or message that the billing rule left empty."""
     turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
     content, slot = turn.holder.get(turn.key), turn.slots()[0]
+    if slot.get():
+        return
     if isinstance(content, list) and len(content) > 1:
-        if slot.get() == "":
-            kept = [part for part in content if part is not slot.holder and part != ""]
-            view.replace(turn, turn.own()).refit(kept)
-    elif turn.text() == "" and turn.item is None:
+        kept = [part for part in content if part is not slot.holder and part != ""]
+        view.replace(turn, turn.own()).refit(kept)
+    elif turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
-    elif turn.text() == "" and len(view.turns) > 1:
+    elif len(view.turns) > 1:
         view.turns.remove(turn)
 
 
@@ -1051,13 +1024,13 @@ def system_first(view: View, report: Report) -> None:
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() and not turn.rest() for turn in systems):
+    if not all(turn.slots() for turn in view.head + systems) or any(turn.rest() for turn in systems):
         return  # a system message without text, or with more than text: an unknown shape
     count = view.leading()
     answered = next((i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")), len(view.turns))
     hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
     front = view.turns[:count] + hoisted
-    turns = [turn for turn in view.turns if turn not in front]
+    turns = [turn for turn in view.turns[count:] if turn not in hoisted]
     report.system_moved += len(front) - (count > 0 and not view.head)  # a first message stays where it is
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
@@ -1066,27 +1039,26 @@ def system_first(view: View, report: Report) -> None:
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
             turns.insert(0, base)
-    for turn in front:
+    if front:
         last = (view.head or turns)[0].slots()[-1]
-        last.set(last.get() + "\n\n" + turn.text())
+        last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
     kept: list[Turn] = []
     for index, turn in enumerate(turns):
-        after = turns[index + 1] if index + 1 < len(turns) else None
-        if turn.role == "system" and index > 0:
-            report.system_moved += 1
-            text = reminder(turn.text())
-            before = kept[-1].own() if kept else turn
-            if before.item is not None and before.item.get("role") == "user" and add_text(view, before, text):
-                kept[-1] = turn_of(before.item)
-                continue
-            if after is not None and after.role == "user" and after.slots():
-                turns[index + 1] = after.own()
-                slot = turns[index + 1].slots()[0]
-                slot.set(text + "\n\n" + slot.get())
-                continue
-            kind = {"type": "message"} if "type" in (turn.item or {}) else {}
-            turn = turn_of({**kind, "role": "user", "content": text})
-        kept.append(turn)
+        if turn.role != "system" or index == 0:
+            kept.append(turn)
+            continue
+        report.system_moved += 1
+        text = reminder(turn.text())
+        before, after = kept[-1].own(), turns[index + 1] if index + 1 < len(turns) else None
+        if before.item and before.item.get("role") == "user" and add_text(view, before, text):
+            kept[-1] = turn_of(before.item)
+        elif after is not None and after.role == "user" and after.slots():
+            turns[index + 1] = after.own()
+            slot = turns[index + 1].slots()[0]
+            slot.set(text + "\n\n" + slot.get())
+        else:
+            kind = {"type": "message"} if turn.item and "type" in turn.item else {}
+            kept.append(turn_of({**kind, "role": "user", "content": text}))
     view.turns = kept
 
 
@@ -1848,72 +1820,72 @@ class Usage:
         return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
 
 
-USAGE_KEYS = {  # a number -> where a server puts it: in `usage`, its details, `timings` or beside them
-    "prompt": ("prompt_tokens", "tokens_evaluated"),
-    "cached": ("cached_tokens", "prompt_cache_hit_tokens"),
-    "input": ("input_tokens",),  # in /v1/messages only what was not cached
-    "cache_read": ("cache_read_input_tokens",),
-    "cache_write": ("cache_creation_input_tokens",),
-    "output": ("completion_tokens", "output_tokens", "predicted_n"),
-    **{name: (name,) for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
+USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
+    **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
+    **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
+    **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
+    "input_tokens": "input",  # in /v1/messages only what was not cached
+    "cache_read_input_tokens": "cache_read",
+    "cache_creation_input_tokens": "cache_write",
+    **{name: name for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
 }
-NUMBERS = re.compile(rb'"(usage|timings)"\s*:\s*(?=\{)|"(tokens_evaluated)"\s*:\s*(?=\d)')
-BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
+NUMBERS = [re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")]
+BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')  # and strings, whose brackets do not count
+value_at = json.JSONDecoder().raw_decode
 
 
 def usage_of(*windows: bytes) -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count. A quoted
-    key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
+    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count.
     """
     found: dict[str, float] = {}
     windows = tuple(window for window in windows if window)
-    for place, window in enumerate(windows, 1):
-        streamed = window.startswith(b"data:") or b"\ndata:" in window
-        lines = window.split(b"\n") if streamed else [window]
-        lines = [line for line in (lines if place == len(windows) else lines[:-1]) if NUMBERS.search(line)]
-        for line in lines[:4] + lines[4:][-8:]:  # servers that report in every event report running totals
-            with contextlib.suppress(ValueError, RecursionError):
-                event = member(json.loads(line.removeprefix(b"data:")))
-                for part in filter(None, (event, member(event.get("message")), member(event.get("response")))):
-                    read_numbers(found, part)
-                continue
-            for match in list(NUMBERS.finditer(line))[-8:]:  # the line's start is cut off
+    for window in windows:
+        text = window.decode("latin-1")  # all that matters is ASCII
+        streamed = text.startswith("data:") or "\ndata:" in text
+        for pattern in NUMBERS:
+            matches = list(pattern.finditer(text))
+            for match in matches[:4] + matches[4:][-8:]:  # servers that report in every event report running totals
+                end = text.find("\n", match.end()) if streamed else -1
+                if end < 0 and window is not windows[-1]:
+                    continue  # cut off
                 with contextlib.suppress(ValueError, RecursionError):
-                    text = line[match.end() :].decode("utf-8", "replace")
-                    value, end = json.JSONDecoder().raw_decode(text)
-                    if outermost(text[end:].encode()):
-                        read_numbers(found, {(match[1] or match[2]).decode(): value})
+                    value, rest = value_at(text, match.end())
+                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
+                        read_numbers(found, {match[1]: value})
     return settled(found)
 
 
-def outermost(rest: bytes) -> bool:
-    """Whether what stands before `rest` is a member of an answer, or of the one object in an event: in a list, or
+def outermost(rest: list[str]) -> bool:
+    """Whether what stands before these brackets is a member of an answer, or of the one object in an event: in a list, or
     deeper, the model wrote it (a tool call's input is no string in /v1/messages)."""
-    depth = lowest = 0
-    for token in BRACKETS.findall(rest):
-        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token, 0)
-        if depth < lowest and token == b"]":
+    opened = closed = 0
+    for token in rest:
+        if token in ("{", "["):
+            opened += 1
+        elif token in ("}", "]") and opened:
+            opened -= 1
+        elif token == "]":
             return False
-        lowest = min(lowest, depth)
-    return lowest in (-1, -2)
+        elif token == "}":
+            closed += 1
+    return closed in (1, 2)
 
 
-def read_numbers(found: dict[str, float], part: Json) -> None:
-    """Enter the numbers of an answer, or of the object in an event that has its usage, into `found`."""
-    usage = member(part.get("usage"))
-    details = [member(usage.get(key)) for key in ("prompt_tokens_details", "input_tokens_details")]
-    for numbers in filter(None, (part, member(part.get("timings")), usage, *details)):
-        for name, keys in USAGE_KEYS.items():
-            for number in [numbers[key] for key in keys if key in numbers]:
-                if type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
-                    found[name] = number
+def read_numbers(found: dict[str, float], numbers: Json) -> None:
+    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
+    for key, number in numbers.items():
+        if key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
+            found[USAGE_KEYS[key]] = number
+        elif isinstance(number, dict):
+            read_numbers(found, number)
 
 
 def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
-    prompt, cached, output = found.get("prompt"), found.get("cached"), found.get("output")
+    prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
         prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
         cached = found.get("cache_read", cached)
@@ -1924,8 +1896,10 @@ def settled(found: dict[str, float]) -> Usage:
             cached = prompt - found["prompt_n"]  # before cache_n: prompt_n was already what had to be read
     if cached is not None and prompt is not None:
         cached = min(cached, prompt)
-    counts = [None if number is None else int(number) for number in (prompt, cached, output)]
-    return Usage(counts[0], counts[1], found.get("prompt_ms"), counts[2])
+    prompt, cached, output = (
+        None if number is None else int(number) for number in (prompt, cached, found.get("output"))
+    )
+    return Usage(prompt, cached, found.get("prompt_ms"), output)
 
 
 _PLAIN = (None, "text", "text_delta", "output_text")
@@ -1940,17 +1914,14 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 def hint_of(window: bytes) -> str:
     """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do not tell."""
     words = ""
-    for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
-        try:
-            parts = list(hint_parts(json.loads(text)))
-        except (ValueError, RecursionError):
-            break
-        for piece, call in parts:
-            if call and not words.strip():
-                return call
-            words += piece
-        if len(words) > 400:
-            break
+    with contextlib.suppress(ValueError, RecursionError):
+        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
+            for piece, call in hint_parts(json.loads(text)):
+                if call and not words.strip():
+                    return call
+                words += piece
+            if len(words) > 200:  # more are not compared
+                break
     return words.strip()[:400]
 
 
@@ -1976,11 +1947,6 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def member(value: Any) -> Json:
-    """A value that should be a JSON object; an empty one if it is not."""
-    return value if isinstance(value, dict) else {}
-
-
 class Segment(NamedTuple):
     """A piece of a prompt as the server reads it: `where` names it for people."""
 
@@ -1994,7 +1960,8 @@ BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 def segments_of(view: View) -> list[Segment]:
     """The prompt in the order system, tools, turns; without reasoning, which clients and chat templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
-    found += [Segment(f"tool {tool_name(tool)}", spelled(tool)) for tool in listed(view.body.get("tools"))]
+    for tool in listed(view.body.get("tools")):
+        found.append(Segment(f"tool {tool_name(tool)}", json.dumps(bare(tool) if isinstance(tool, dict) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
@@ -2009,12 +1976,12 @@ def said(turn: Turn) -> str:
     content, item = turn.holder.get(turn.key), turn.item or {}
     rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
     rest += [part for part in listed(content) if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS]
-    rest += [item.get(key) for key in ("name", "arguments", "tool_calls", "call_id", "tool_call_id")]
+    rest += [item.get(key) for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")]
     return "\n".join(filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)]))
 
 
 def spelled(value: Any) -> str:
-    """A call, result or tool as text. Arguments in any spelling are equal to the server, which parses them; an image's
+    """A call or result as text. Arguments in any spelling are equal to the server, which parses them; an image's
     bytes stand for few tokens, and are replaced by a hash."""
     if isinstance(value, list):
         return "\n".join(map(spelled, value))
@@ -2023,7 +1990,7 @@ def spelled(value: Any) -> str:
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, dict):
-        value, function = bare(value), member(value.get("function"))
+        value, function = bare(value), members(value.get("function"))
         if isinstance(function.get("arguments"), str):
             value["function"] = {**function, "arguments": spelled(function["arguments"])}
     text = json.dumps(value)
@@ -2045,7 +2012,7 @@ def alike(a: str, b: str) -> bool:
 
 
 def tool_name(tool: Any) -> str:
-    name = (member(member(tool).get("function")) or member(tool)).get("name")
+    name = (members(members(tool).get("function")) or members(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"  # it stands in the log
 
 
@@ -2283,27 +2250,23 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
     name, new = prompt.names[depth], prompt.texts[depth]
     old_name, old = (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
     was, now = entry.tools(), prompt.tools()
+    turns = name.startswith("turn ") and old
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     verdict.where = name
-    if was != now and (name.startswith("tool ") or old_name.startswith("tool ")):
+    if was != now and "tool " in (name[:5], old_name[:5]):
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [name for name in was if name not in now], [name for name in now if name not in was]
+        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
         if sorted(was) == sorted(now):
-            verdict.kind = "tool order"
-            start = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
-            sides = was[start:], now[start:]
+            start = len(os.path.commonprefix([was, now]))
+            verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif (
-        name.startswith("turn ")
-        and old
-        and (new in entry.texts[depth + 1 : depth + 4] or ("(assistant)" in name and "(assistant)" not in old_name))
-    ):
+    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif name.startswith("turn ") and old and old in prompt.texts[depth + 1 : depth + 4]:
+    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
         verdict.kind, verdict.after = "put in", around(new, 0)
     else:
         at = common_prefix(old, new)
-        verdict.kind = kind_of(old, new, at)
-        verdict.before, verdict.after = around(old, at), around(new, at)
+        verdict.kind, verdict.before, verdict.after = kind_of(old, new, at), around(old, at), around(new, at)
 
 
 def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
@@ -2318,22 +2281,23 @@ def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
     if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
         return
     if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        cause = (
-            "away" if verdict.away else "taken" if verdict.taken else "idle" if idle_seconds > 300
-            else "checkpoint" if usage.cached < 0.05 * usage.prompt else "partly"
-        )  # fmt: skip
-        verdict.name, verdict.kind = "lost", cause
-        verdict.advice = ADVICE[cause].format(minutes=round(idle_seconds / 60))
+        causes = {
+            "away": verdict.away,
+            "taken": verdict.taken,
+            "idle": idle_seconds > 300,
+            "checkpoint": usage.cached < 0.05 * usage.prompt,
+            "partly": True,
+        }
+        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
 
 
-SIDE_SHAPES = re.compile(  # in the system prompt or the last turn
-    r"(?i)(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
+SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
+    r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-
-
-SIDE_WORDS = ("itle", "ITLE", "uggest", "redict", "ummar")  # one must be there before the slow search
+SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -2349,7 +2313,10 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return ""
     if "'title': {" in str(body.get("output_config") or body.get("text")):  # a property; every schema may have a title
         return "title"
-    for text in [turn.text()[:4000] for turn in (*view.system()[:1], *view.turns[-1:])]:
+    turns = view.turns[-1:]
+    if not any(turn.role == "assistant" for turn in view.turns):
+        turns = view.system()[:1] + turns
+    for text in [turn.text()[:2000].lower() for turn in turns]:
         if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
             return str(match.lastgroup)
     return ""

@@ -1101,7 +1101,7 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        left, end, count = kvproxy.drop_members(text, 7, kvproxy.ID_KEYS, True)
+        left, end, count = kvproxy.drop_members(text, 7, kvproxy.ID_MEMBER)
         assert left == json.dumps(pruned(found), **layout)
         assert text[end:] == " after }]" and count >= 1
 
@@ -1111,23 +1111,25 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
     [
         "{",
         "[",
-        "{]",
-        "[}",
-        "{a: 1}",
-        "{{}}",
-        "{[]}",
-        '{"a"}',
-        '{"a", "b": 1}',
+        "{'a': 1}",
         '{"a": 1',
         '{"a": [1}',
         '{"a": "',
+        '{"a": "\n"}',
         "[[[1]]",
         '{"a": {"message_id": 1}',
+        "[" * 9 + "]" * 9,
+        "[" * 5000,
+        '{"message_id": "' * 5000,
     ],
 )
 def test_scrub_drop_members_refuses_broken_json(text: str) -> None:
-    with pytest.raises(ValueError):
-        kvproxy.drop_members(text, 0, kvproxy.ID_KEYS, True)
+    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == ("", 0, 0)
+
+
+def test_scrub_drop_members_takes_any_word_for_a_value() -> None:
+    text = '{"a": {"message_id": yes, "b": no}, "c": [{"message_id": {"x": [maybe]} }], "message_sid": 1.5e+3\n}'
+    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == ('{"a": {"b": no}, "c": [{}]\n}', len(text), 3)
 
 
 @scrub_forms
@@ -1217,7 +1219,6 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         '{"message_id": "1"} and "openclaw.inbound_meta.v1" and {"flags": 1}',
         '{"about": "openclaw.inbound_meta.v1", "message_id": "1"}',
         '{"schema": "x", "message_id": "1"} and "schema": "openclaw.inbound_meta.v1"',
-        '{"list": ["schema": "openclaw.inbound_meta.v1"], "message_id": "1"}',
         '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"',
         '{schema: "openclaw.inbound_meta.v1", "message_id": "1"}',
         'function f() { return "openclaw.inbound_meta.v1" } {"message_id": 1}',
@@ -1397,6 +1398,17 @@ def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str
     assert result == scrub_body(dialect, ("system", before if after is None else after), later, parts=parts)
     assert report.billing_removed == report.edits() == (after is not None)
     assert scrubbed(body, dialect, strip_billing=False)[0] == body
+
+
+def test_scrub_billing_header_beside_what_is_no_text() -> None:
+    """Without its header the system prompt holds no text that the other system message could join."""
+    image = {"type": "image", "source": {}}
+    body = {
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: a=b;"}, image],
+        "messages": [{"role": "system", "content": "Rules."}, {"role": "user", "content": "hi"}],
+    }
+    result, report = scrubbed(body, "messages")
+    assert result == {**body, "system": [image]} and report.billing_removed == 1
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])
@@ -4677,6 +4689,20 @@ def test_explain_image_counts_as_little() -> None:
     assert ledger.size < 100000
 
 
+def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
+    """Codex's apply_patch: its words stand in `input`, no JSON."""
+
+    def body(patch: str) -> ExJson:
+        call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch}
+        result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+        user = {"type": "message", "role": "user", "content": EX_HI}
+        return {"instructions": EX_LONG, "input": [user, call, result, {**user, "content": "go on"}]}
+
+    changed = ex_play([body("*** Begin Patch\n+one"), body("*** Begin Patch\n+two")])[1]
+    assert (changed.name, changed.where) == ("rewritten", "turn 2 (assistant)")
+    assert (changed.before, changed.after) == ("+one", "+two")
+
+
 EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
     "title by its words": (ex_chat("Please write a 5-word title for this conversation:\nhi"), {}, "title"),
     "title by its system prompt": (
@@ -4703,6 +4729,12 @@ EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
     "sub-agent": (ex_chat("Find all tests.", tools=EX_AB), {"x-claude-code-agent-id": "a1"}, "sub-agent"),
     "none": (ex_chat(EX_HI), {}, ""),
     "none: a tool user who asks for a title": (ex_chat("Write a title for my page.", tools=EX_AB), {}, ""),
+    "title in capitals": (ex_chat("### TASK: Generate a TITLE"), {}, "title"),
+    "none: a conversation whose rules speak of titles": (
+        ex_chat(EX_HI, "ok", "go on", system="Write a title above every answer."),
+        {},
+        "",
+    ),
     "none: metadata of another kind": ({"input": "hi", "client_metadata": {"thread_source": "user"}}, {}, ""),
     "none: strange shapes": ({"messages": [], "output_config": 3, "client_metadata": ["x"], "tools": "x"}, {}, ""),
 }
