@@ -889,22 +889,22 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    # spares the same words anywhere but at the very start
+    # Claude Code's billing header; spares the same words anywhere but at the very start
     Rule(
         lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
         ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
-    # spares channel, provider, chat_id, which are stable in a conversation
+    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a conversation
     Rule(
         lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
         ("openclaw.inbound_meta.",),
     ),
-    # spares JSON without OpenClaw's label, ids in running text
+    # ids in user texts; spares JSON without OpenClaw's label, ids in running text
     Rule(
         lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
         ("message_id", "reply_to_id", "message_sid", "slack message id"),
     ),
-    # spares a stamp later in the text, a second stamp, other date forms
+    # the time stamp; spares a stamp later in the text, a second stamp, other date forms
     Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
 
