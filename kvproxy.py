@@ -3936,6 +3936,7 @@ class Warmup:
         self.over = threading.Event()
         self.current: socket.socket | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
+        self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
@@ -4056,11 +4057,11 @@ class Warmup:
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due = dict(self.heads) if self.config.warmup_file else {}
+                self.due, self.refused = dict(self.heads) if self.config.warmup_file else {}, None
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
-        if not heads:
+        if not heads or self.keys == self.refused:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -4073,7 +4074,9 @@ class Warmup:
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in self.NOT_READY:
+            if status in (401, 403):  # after a start there is no key until a client brings one
+                self.refused = self.keys
+            if status in (401, 403, *self.NOT_READY):
                 return
             self.proxy.last_end = ended
             with self.guard:

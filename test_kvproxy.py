@@ -8993,6 +8993,29 @@ def test_warmup_drops_a_head_that_the_server_refuses(rig: Callable[..., Rig], ea
     assert any("the server answers 400" in line for line in one.log.lines)
 
 
+def test_warmup_waits_for_the_key_that_a_client_brings(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.get("Authorization") != "Bearer sesame":
+            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    for _ in range(3):
+        one.proxy.warmup.step()
+    (refused,) = warm_posts(one.server)
+    assert refused.get("Authorization") is None and "401" in one.proxy.warmup.state
+    body = opening("chat", "hi", f"You are Cid. {WARM_SYSTEM}")
+    assert one.post(PATHS["chat"], body, "Authorization: Bearer sesame\r\n").status == 200
+    one.finished(1)
+    for _ in range(3):
+        one.proxy.warmup.step()
+    warm = warm_posts(one.server)[1:]
+    assert sorted(system_of(seen).split()[2] for seen in warm if seen.get("Authorization")) == ["Ann.", "Bob."]
+
+
 def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_hand: None) -> None:
     one = rig(keepalive_seconds=100)
     key = "Authorization: Bearer sesame\r\n"
