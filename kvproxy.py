@@ -1509,7 +1509,7 @@ class Replay:
         waits = taker < last and any(unit.version for unit in units)
         if not taker or waits or not (lifted or moved):
             return []
-        texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
+        texts = texts_of([turn for turn in flat(units) if turn.role == "user"])
         due = []
         for row in dict.fromkeys(row for row, _ in lifted):
             pieces = [text for one, text in lifted if one is row]
@@ -1573,7 +1573,11 @@ class Replay:
         tools, store = view.body.get("tools"), self.store
         if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
             return
-        talk, listing = digest(b"talk", conversation), digest(b"list", marshal.dumps(tools, 0))
+        try:
+            listing = digest(b"list", marshal.dumps(tools, 0))  # the fastest spelling that shows the order of keys
+        except ValueError:
+            raise Unreadable("nested too deeply") from None
+        talk = digest(b"talk", conversation)
         order: list[bytes] | None = store.get(listing)  # of a list that needed no change
         if order is None:
             names = [digest(_sorted_json(bare(tool))) for tool in tools]
@@ -1609,6 +1613,10 @@ def flat(units: list[Unit]) -> list[Turn]:
     return [turn for unit in units for turn in (unit.turn, *unit.carriers)][1:]
 
 
+def texts_of(turns: list[Turn]) -> list[str]:
+    return [slot.get() for turn in turns for slot in turn.slots()]
+
+
 class Moved(NamedTuple):
     """A decoration in history that reads `now` what the stored version has as `before` ('': not at all)."""
 
@@ -1632,26 +1640,25 @@ def restore(units: list[Unit], report: Report) -> list[Moved]:
     moved: list[Moved] = []
     standing = {turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers}
     for unit in units:
-        if unit.version is None:
+        version = unit.version
+        if version is None:
             continue
-        own, carriers, changed = unit.version.own, unit.version.carriers, False
-        if own is not None:
-            now = decorations(unit.turn)
-            was = decorations(own) if now else []
-            if any(piece[0] == "event" and piece not in was for piece in now):
-                continue  # it tells something new
-            moved += rewritten(unit.version, was, now)
-            changed = [slot.get() for slot in own.slots()] != [slot.get() for slot in unit.turn.slots()]
-            unit.turn = own if changed else unit.turn
+        own = version.own or unit.turn
+        now = decorations(unit.turn) if version.own else []
+        was = decorations(own) if now else []
+        if any(piece[0] == "event" and piece not in was for piece in now):
+            continue  # it tells something new
         if unit.carriers:
-            was, now = [carried(turn) for turn in carriers], [carried(turn) for turn in unit.carriers]
-            found = [one for one in rewritten(unit.version, was, now) if one.before]
-            gone = standing.union(one.now for one in found)
-            carriers = carriers + [turn for turn in unit.carriers if turn.text().strip() not in gone]
-            moved += found
-        if [turn.text() for turn in carriers] != [turn.text() for turn in unit.carriers]:
-            unit.carriers, changed = carriers, True
-        report.replayed += changed
+            was += [carried(turn) for turn in version.carriers]
+            now += [carried(turn) for turn in unit.carriers]
+        found = rewritten(version, was, now)
+        moved += found
+        gone = {one.now for one in found if one.before}
+        more = [turn for turn in unit.carriers if turn.text().strip() not in standing and turn.text().strip() not in gone]
+        carriers = version.carriers + more
+        if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
+            unit.turn, unit.carriers = own, carriers
+            report.replayed += 1
     return moved
 
 

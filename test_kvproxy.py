@@ -3211,6 +3211,17 @@ def test_tools_of_other_shapes_are_left_alone() -> None:
         assert desk.report.tools_restored == 0
 
 
+def test_tools_nested_too_deeply_are_refused() -> None:
+    """Where json itself goes further (CPython 3.13), the body is forwarded as it came, without an error in the log."""
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    view = kvproxy.view_of({"messages": [], "tools": [{"name": "a", "more": deep}]}, kvproxy.DIALECTS["messages"])
+    assert view is not None
+    with pytest.raises(kvproxy.Unreadable):
+        kvproxy.Replay(Config()).apply(view, [], kvproxy.Report())
+
+
 def test_tools_cache_control_does_not_count() -> None:
     desk = RpDesk()
     a, b = rp_tool("a"), rp_tool("b")
