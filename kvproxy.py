@@ -324,7 +324,7 @@ class Turn:
     raw: bytes | None = None  # the item as JSON
     kept: bool = False  # shared with later requests
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, bytes] | None = None  # for Replay: what it says, and its link in the chain
+    mark: tuple[str | None, int] | None = None  # for Replay: what it says, and its link in the chain
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -1344,6 +1344,7 @@ class Store:
         self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = collections.OrderedDict()
 
     def get(self, key: int | bytes) -> Any:
+        """What was put there, or None. It is used now."""
         if key not in self.entries:
             return None
         self.entries.move_to_end(key)
@@ -1407,13 +1408,13 @@ class Replay:
                 return None
         return said or plain
 
-    def link(self, turn: Turn) -> tuple[str | None, bytes]:
+    def link(self, turn: Turn) -> tuple[str | None, int]:
         """said(), and what the turn adds to the chain of keys; both remembered with the turn."""
         if turn.mark is None:
             said = self.said(turn)
-            # results of tools in a user message, too, which come with a reminder or without
+            # Results of tools in a user message, too, which come with a reminder or without.
             user = turn.item is not None and turn.item.get("role") == "user"
-            turn.mark = said, digest("user" if user else turn.role, said or "")
+            turn.mark = said, hash(("user" if user else turn.role, said))
         return turn.mark
 
     def speaks(self, turn: Turn) -> bool:
@@ -1532,8 +1533,8 @@ class Replay:
 
     def learn(self, units: list[Unit], last: int) -> list[Version]:
         """Remember the units after the last answer, and one that was dressed before it, as they are forwarded now."""
-        newest: list[Version] = []
         parent = 0
+        newest: list[Version] = []  # the one that the answer will tell
         for index, unit in enumerate(units):
             turn = unit.turn
             if (index >= last or unit.dressed) and (unit.carriers or turn.role not in ("head", "reasoning")):
@@ -1546,12 +1547,12 @@ class Replay:
                     known = [*known[-63:], version]
                     self.store.put(unit.key, known, sum(one.size() for one in known))
                 unit.version = same or version
-                newest.append(unit.version)
-                unit.version.expect("")
                 if index < last:
                     unit.version.claim(next(one for one in units[index:] if one.turn.role == "assistant"))
             if unit.version is not None:
-                parent = unit.version.serial
+                parent, newest = unit.version.serial, [unit.version]
+        for version in newest:
+            version.expect("")
         return newest
 
     def answered(self, trace: Trace, hint: str | None) -> None:
@@ -1574,7 +1575,7 @@ class Replay:
         if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
             return
         try:
-            listing = digest(b"list", marshal.dumps(tools, 0))  # the fastest spelling that shows the order of keys
+            listing = hash(marshal.dumps(tools, 0))  # the fastest spelling that shows the order of keys
         except ValueError:
             raise Unreadable("nested too deeply") from None
         talk = digest(b"talk", conversation)
@@ -1654,7 +1655,9 @@ def restore(units: list[Unit], report: Report) -> list[Moved]:
         found = rewritten(version, was, now)
         moved += found
         gone = {one.now for one in found if one.before}
-        more = [turn for turn in unit.carriers if turn.text().strip() not in standing and turn.text().strip() not in gone]
+        more = [
+            turn for turn in unit.carriers if turn.text().strip() not in standing and turn.text().strip() not in gone
+        ]
         carriers = version.carriers + more
         if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
             unit.turn, unit.carriers = own, carriers

@@ -2028,7 +2028,8 @@ class RpDesk:
 
 def rp_versions(store: Any) -> dict[int, list[Any]]:
     """The part of a store that is not about tools."""
-    return {key: value for key, (value, _) in store.entries.items() if isinstance(key, int)}
+    entries = [(key, value) for key, (value, _) in store.entries.items()]
+    return {key: value for key, value in entries if isinstance(value[0], kvproxy.Version)}
 
 
 def rp_size(store: Any) -> int:
@@ -3093,7 +3094,7 @@ def test_replay_counting_tokens_learns_nothing(dialect: str) -> None:
         store = desk.replay.store
         versions = rp_versions(store).items()
         seen = sorted((key, [(v.serial, *v.answers) for v in known]) for key, known in versions)
-        return seen, {key: value for key, value in store.entries.items() if isinstance(key, bytes)}, store.size
+        return seen, {key: value for key, value in store.entries.items() if key not in rp_versions(store)}, store.size
 
     tools = [{"type": "function", "function": {"name": "look"}}]
     empty = held()
