@@ -1351,9 +1351,11 @@ class Store:
         return self.entries[key][0]
 
     def put(self, key: int | bytes, value: Any, size: int) -> None:
-        """Forgetting costs one miss."""
-        self.size += size - self.entries.pop(key, (None, 0))[1]
-        self.entries[key] = value, size
+        """Forgetting costs one miss; what takes more than half of the room is not worth all the others."""
+        self.size -= self.entries.pop(key, (None, 0))[1]
+        if size <= self.limit >> 1:
+            self.entries[key] = value, size
+            self.size += size
         while self.size > self.limit:
             self.size -= self.entries.popitem(last=False)[1][1]
 
@@ -1545,7 +1547,9 @@ class Replay:
                 same = next((one for one in known if one.form() == version.form()), None)
                 if same is None:
                     known = [*known[-63:], version]
-                    self.store.put(unit.key, known, sum(one.size() for one in known))
+                    while (size := sum(one.size() for one in known)) > self.store.limit >> 1 and len(known) > 1:
+                        del known[0]
+                    self.store.put(unit.key, known, size)
                 unit.version = same or version
                 if index < last:
                     unit.version.claim(next(one for one in units[index:] if one.turn.role == "assistant"))
@@ -1604,9 +1608,6 @@ class Replay:
                 store.put(wanted, order, 200 + 40 * len(order))
         if learn:
             store.put(talk, order, 200 + 40 * len(order))
-
-
-HINT = 120  # characters of an answer that are kept to know it again
 
 
 def flat(units: list[Unit]) -> list[Turn]:
@@ -1715,6 +1716,9 @@ def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Versio
     elif not sure:
         likely = maybe
     return likely[0] if len(likely) == 1 else None
+
+
+HINT = 120  # characters of an answer that are kept to know it again
 
 
 def agrees(hint: str, answer: str) -> bool | None:

@@ -2663,6 +2663,17 @@ def test_replay_short_answer_is_no_beginning_of_a_longer_one(dialect: str) -> No
         rp_extends(desk, dialect, first[name], [("user", "hi"), ("assistant", name), ("user", "go")])
 
 
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_long_answers_count_as_a_whole(dialect: str) -> None:
+    """They begin and end alike, and are as long; the next turn, in the same words, is another conversation's."""
+    answers = {name: f"{'x' * 700}{name}{'y' * 700}" for name in ("ann", "bob")}
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "hi"), ("assistant", answers["ann"]), ("user", rp_block("Eve") + "go")]
+    rp_play(desk, dialect, turns, "fine")
+    other: list[RpTurn] = [("user", "hi"), ("assistant", answers["bob"]), ("user", "go"), ("assistant", "fine")]
+    assert "Eve" not in "\n".join(rp_play(desk, dialect, [*other, ("user", "end")]))
+
+
 # --- edits, branches, retries ------------------------------------------------------------------------------------------
 
 
@@ -3295,6 +3306,19 @@ def test_replay_one_key_is_bounded() -> None:
     first = max(rp_versions(store).values(), key=len)
     assert len(first) == 64 and max(len(version.answers) for version in first) == 16
     assert store.size == rp_size(store)
+
+
+def test_replay_one_large_turn_does_not_push_out_the_others() -> None:
+    """One that is too large is not kept; of one that is sent again and again, the newest are."""
+    desk = RpDesk(replay_mb=1)
+    busy = rp_play(desk, "chat", [("user", rp_block("ann") + "hi")])
+    for number in range(9):
+        for size in (70_000, 400_000):
+            rp_play(desk, "chat", [("user", rp_block(str(number)) + "x" * size)], f"answer {number}")
+            assert desk.replay.store.size == rp_size(desk.replay.store) <= desk.replay.store.limit
+    rp_extends(desk, "chat", busy, [("user", "hi"), ("assistant", "A"), ("user", "more")])
+    newest: list[RpTurn] = [("user", "x" * 70_000), ("assistant", "answer 8"), ("user", "more")]
+    assert rp_play(desk, "chat", newest)[1].startswith("user\n" + rp_block("8"))
 
 
 def test_replay_tools_are_bounded() -> None:
