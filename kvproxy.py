@@ -1140,62 +1140,40 @@ def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
 
 LIFTS = (
     _lift("OpenClaw", "Current date: ", rf"^Current date: {_DATE}(?:\n|\Z)", "`Current date` inside a sentence"),
-    _lift(
-        "OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
-        "the runtime line without a session id, which is stable",
-    ),
-    _lift(
-        "OpenClaw 9.6", "sessions_list", r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
-        "the same words without a list of sessions",
-    ),
-    _lift(
-        "Claude Code to 2.1.2xx", "gitStatus: ",
-        rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
-        rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
-        "`# gitStatus` in a user reminder, git advice in tool descriptions",
-    ),
-    _lift(
-        "Claude Code, Vibe, Home Assistant", "oday's date is ",
-        rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
-        "`The date has changed. Today's date is now ...`, which is part of the story",
-    ),
-    _lift(
-        "opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
-        "`Today's date:` without a date behind it",
-    ),
-    _lift(
-        "Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
-        "`git:` in running text or advice on commands",
-    ),
-    _lift(
-        "Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
-        "other <context> blocks: rules and project files are stable",
-    ),
-    _lift(
-        "Vibe, hermes", "Recent commits:",
-        rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} "
-        rf"[^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
-        "`Recent commits` without commit lines",
-    ),
-    _lift(
-        "hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
-        "`Conversation started` without a date",
-    ),
-    _lift(
-        "OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
-        r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
-        "the tag in the middle of a line",
-    ),
-    _lift(
-        "Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
-        "paths without a session's uuid: working directories are stable",
-    ),
-    _lift(
-        "Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-        rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
-        r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
-        "a longer sentence that only mentions the current date",
-    ),
+    _lift("OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
+          "the runtime line without a session id, which is stable"),
+    _lift("OpenClaw 9.6", "sessions_list",
+          r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+          "the same words without a list of sessions"),
+    _lift("Claude Code to 2.1.2xx", "gitStatus: ",
+          rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
+          rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
+          "`# gitStatus` in a user reminder, git advice in tool descriptions"),
+    _lift("Claude Code, Vibe, Home Assistant", "oday's date is ",
+          rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?"
+          rf"Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
+          "`The date has changed. Today's date is now ...`, which is part of the story"),
+    _lift("opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
+          "`Today's date:` without a date behind it"),
+    _lift("Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
+          "`git:` in running text or advice on commands"),
+    _lift("Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
+          "other <context> blocks: rules and project files are stable"),
+    _lift("Vibe, hermes", "Recent commits:",
+          rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?"
+          rf"(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} [^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
+          "`Recent commits` without commit lines"),
+    _lift("hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
+          "`Conversation started` without a date"),
+    _lift("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
+          r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
+          "the tag in the middle of a line"),
+    _lift("Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
+          "paths without a session's uuid: working directories are stable"),
+    _lift("Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
+          rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
+          r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
+          "a longer sentence that only mentions the current date"),
 )  # fmt: skip
 
 
