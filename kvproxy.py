@@ -44,6 +44,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import marshal
 import os
 import random
 import re
@@ -326,7 +327,7 @@ class Turn:
     raw: bytes | None = None  # the item as JSON
     kept: bool = False  # shared with later requests
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, bytes] | None = None  # for Replay: what it says, and its link in the chain
+    mark: tuple[str | None, int] | None = None  # for Replay: what it says, and its link in the chain
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -1114,77 +1115,44 @@ def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
 
 LIFTS = (
     _lift("OpenClaw", "Current date: ", rf"^Current date: {_DATE}(?:\n|\Z)", "`Current date` inside a sentence"),
-    _lift(
-        "OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
-        "the runtime line without a session id, which is stable",
-    ),
-    _lift(
-        "OpenClaw 9.6", "sessions_list", r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
-        "the same words without a list of sessions",
-    ),
-    _lift(
-        "Claude Code to 2.1.2xx", "gitStatus: ",
-        rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
-        rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
-        "`# gitStatus` in a user reminder, git advice in tool descriptions",
-    ),
-    _lift(
-        "Claude Code, Vibe, Home Assistant", "oday's date is ",
-        rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
-        "`The date has changed. Today's date is now ...`, which is part of the story",
-    ),
-    _lift(
-        "opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
-        "`Today's date:` without a date behind it",
-    ),
-    _lift(
-        "Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
-        "`git:` in running text or advice on commands",
-    ),
-    _lift(
-        "Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
-        "other <context> blocks: rules and project files are stable",
-    ),
-    _lift(
-        "Vibe, hermes", "Recent commits:",
-        rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} "
-        rf"[^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
-        "`Recent commits` without commit lines",
-    ),
-    _lift(
-        "hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
-        "`Conversation started` without a date",
-    ),
-    _lift(
-        "OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
-        r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
-        "the tag in the middle of a line",
-    ),
-    _lift(
-        "Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
-        "paths without a session's uuid: working directories are stable",
-    ),
-    _lift(
-        "Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-        rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
-        r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
-        "a longer sentence that only mentions the current date",
-    ),
+    _lift("OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
+          "the runtime line without a session id, which is stable"),
+    _lift("OpenClaw 9.6", "sessions_list",
+          r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+          "the same words without a list of sessions"),
+    _lift("Claude Code to 2.1.2xx", "gitStatus: ",
+          rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
+          rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
+          "`# gitStatus` in a user reminder, git advice in tool descriptions"),
+    _lift("Claude Code, Vibe, Home Assistant", "oday's date is ",
+          rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?"
+          rf"Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
+          "`The date has changed. Today's date is now ...`, which is part of the story"),
+    _lift("opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
+          "`Today's date:` without a date behind it"),
+    _lift("Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
+          "`git:` in running text or advice on commands"),
+    _lift("Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
+          "other <context> blocks: rules and project files are stable"),
+    _lift("Vibe, hermes", "Recent commits:",
+          rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?"
+          rf"(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} [^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
+          "`Recent commits` without commit lines"),
+    _lift("hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
+          "`Conversation started` without a date"),
+    _lift("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
+          r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
+          "the tag in the middle of a line"),
+    _lift("Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
+          "paths without a session's uuid: working directories are stable"),
+    _lift("Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
+          rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
+          r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
+          "a longer sentence that only mentions the current date"),
 )  # fmt: skip
 
 
-def lift_rows(config: Config) -> tuple[Lift, ...]:
-    """The table and the user's own patterns."""
-    if not config.lift:
-        return ()
-    return LIFTS + tuple(Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
-
-
-class Lifted(NamedTuple):
-    """A text taken out of the system prompt, and the row that found it."""
-
-    row: Lift
-    text: str
+Lifted = tuple[Lift, str]  # a text taken out of the system prompt, behind the row that found it
 
 
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
@@ -1192,7 +1160,7 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     found: list[Lifted] = []
     for row in rows:
         matches = row.find(text)
-        found += [Lifted(row, match.group().strip()) for match in matches]
+        found += [(row, match.group().strip()) for match in matches]
         for match in reversed(matches):
             text = text[: match.start()] + text[match.end() :]
     return text, found
@@ -1217,13 +1185,18 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 # Replay: history is sent again as it was sent
 # ======================================================================================================================
 
+# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A unit's key is a hash
+# of all that was said up to it, without decorations; under it stand the versions in which the unit was forwarded. The
+# steps of Replay.apply(), in order: tools, history (which versions are this conversation's), restore (put them in place),
+# drop_repeated (carriers that say nothing new), set_down (lifted text), learn (remember what is new).
 
 # The kinds of decoration that carriers are made of. Of the others alone there is none: a person may have typed them.
 CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
+Decoration = tuple[str, str]  # kind, text
 
 
-def undress(text: str) -> tuple[list[tuple[str, str]], str]:
-    """The decorations at both ends of a user text, as (kind, text), and what stands between them."""
+def undress(text: str) -> tuple[list[Decoration], str]:
+    """The decorations at both ends of a user text, and what stands between them."""
     matches = lead(text)
     found = [(str(match.lastgroup), match.group().strip()) for match in matches]
     text = text[matches[-1].end() if matches else 0 :].rstrip()
@@ -1237,171 +1210,107 @@ def undress(text: str) -> tuple[list[tuple[str, str]], str]:
     return found, text
 
 
-def mask(text: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
-    """A user text without the decorations that clients add to the newest turn and take from history."""
-    text = undress(text)[1]
-    for pattern in patterns:
-        text = pattern.sub("", text)
-    return text.strip()
+def decorations(turn: Turn) -> list[Decoration]:
+    """The decorations in a user turn."""
+    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
+
+
+def carried(turn: Turn) -> Decoration:
+    """A carrier as one decoration."""
+    return next(iter(decorations(turn)), ("",))[0], turn.text().strip()
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """A short hash of some texts."""
+    """A short hash of some texts, the same in every process."""
     data = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
-Key = bytes | int
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Unit:
-    """A turn, the carriers behind it, and its key in the chain. The first unit has no turn: it stands for the head."""
+    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands for the head."""
 
-    __slots__ = ("carriers", "key", "said", "shed", "turn")
-
-    def __init__(self, turn: Turn | None, said: str, key: Key) -> None:
-        self.turn, self.said, self.key = turn, said, key
-        self.carriers: list[Turn] = []
-        self.shed = False  # a carrier was dropped here
-
-    def role(self) -> str:
-        return self.turn.role if self.turn else "head"
-
-    def head(self) -> bytes:
-        """The first unit's key: the same in another process, which Python's hash() is not."""
-        return self.key if isinstance(self.key, bytes) else b""
+    turn: Turn
+    said: str
+    key: int
+    carriers: list[Turn] = dataclasses.field(default_factory=list)
+    version: Version | None = None  # as it was forwarded before
+    dressed: bool = False  # by us: text was set down in it
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Version:
-    """A unit as it was forwarded once: `turns` are its own (None: as it comes) and its carriers, `parent` is the (key,
-    serial) of the one before it.
+    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial of the version before.
 
-    `claims` are the answers that a client went on from; `open` tells how the others began, '' while that is not known.
-    `moved` has hashes: of a decoration that the client rewrote in history, and of what was set down for it last.
+    `answers` tell conversations apart that say the same: the key of an answer that a client went on from, or how one
+    began that nobody went on from yet ('' while that is not known). `now` has hashes: of a decoration that the client
+    rewrote in history, and of what was set down for it last.
     """
 
-    __slots__ = ("claims", "moved", "open", "parent", "serial", "size", "turns")
+    own: Turn | None
+    carriers: list[Turn]
+    parent: int
+    serial: int
+    answers: list[int | str] = dataclasses.field(default_factory=list)
+    now: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def __init__(self, turns: list[Turn | None], parent: tuple[Key, int] | None, serial: int) -> None:
-        self.turns, self.parent, self.serial = turns, parent, serial
-        self.claims: tuple[bytes, ...] = ()
-        self.open: tuple[str, ...] = ()
-        self.moved: dict[bytes, bytes] = {}
-        self.size = 1200 + sum(3 * len(turn.json()) for turn in turns if turn)
+    def form(self) -> tuple[int, Json | None, list[Json | None]]:
+        return self.parent, self.own.item if self.own else None, [turn.item for turn in self.carriers]
 
-    def decorated(self) -> bool:
-        return self.turns != [None]
+    def size(self) -> int:
+        """Bytes, roughly."""
+        return 1200 + 3 * sum(len(turn.json()) for turn in [self.own, *self.carriers] if turn)
 
-    def carriers(self) -> list[Turn]:
-        return [turn for turn in self.turns[1:] if turn]
+    def expect(self, answer: int | str) -> None:
+        self.answers = [*self.answers[-15:], answer]
 
-    def equals(self, other: Version) -> bool:
-        items, others = ([turn and turn.item for turn in version.turns] for version in (self, other))
-        return self.parent == other.parent and items == others
-
-    def goes_on(self, answer: str, strict: bool) -> bool | None:
+    def goes_on(self, answer: Unit, strict: bool) -> bool | None:
         """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
-        if digest(answer) in self.claims:
+        if answer.key in self.answers:
             return True
-        found = [agrees(hint, answer) for hint in self.open]
+        found = [agrees(hint, answer.said) for hint in self.answers if isinstance(hint, str)]
         return True if True in found else None if None in found or (found and not strict) else False
 
-    def claim(self, answer: str) -> bool:
-        """Note an answer that a client went on from; the last eight tell branches apart. True if it was foreseen."""
-        mark, known = digest(answer), digest(answer) in self.claims
-        likely = sorted(self.open, key=lambda hint: (True, None, False).index(agrees(hint, answer)))
-        foreseen = bool(likely and agrees(likely[0], answer))
-        if foreseen or not known:
-            self.open = tuple(likely[1:])
+    def claim(self, answer: Unit) -> bool:
+        """Note an answer that a client went on from. True if it is what the server was heard to say."""
+        known, likely, foreseen = answer.key in self.answers, "", False
+        hints = [hint for hint in self.answers if isinstance(hint, str)]
+        if hints:
+            likely = min(hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said)))
+            foreseen = bool(agrees(likely, answer.said))
+            if foreseen or not known:
+                self.answers.remove(likely)
         if not known:
-            self.claims = (*self.claims[-7:], mark)
-        return foreseen and len(likely[0]) > 8
+            self.expect(answer.key)
+        return foreseen and len(likely) > 8
 
 
 class Store:
-    """What was forwarded, by chain key; bounded, least recently used out first. Use it under `lock`."""
+    """What is remembered, bounded, least recently used out first. Use it under `lock`.
+
+    Versions by a unit's key, tools as JSON by name, and orders of tools.
+    """
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size, self.serial = limit, 0, 0
-        self.listed = 0  # the part of `size` that tools and their orders take
-        self.versions: collections.OrderedDict[Key, list[Version]] = collections.OrderedDict()
-        self.tools: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # first-seen spelling
-        self.spelled: dict[str, bytes] = {}
-        self.clean: collections.deque[tuple[bytes, list[bytes]]] = collections.deque(maxlen=8)
-        self.orders: collections.OrderedDict[bytes, list[bytes]] = collections.OrderedDict()
-        self.echoes: dict[Key, None] = {}  # first keys of conversations whose clients send answers back as they were
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = collections.OrderedDict()
 
-    def find(self, key: Key) -> list[Version]:
-        found = self.versions.get(key)
-        if found is None:
-            return []
-        self.versions.move_to_end(key)
-        return found
+    def get(self, key: int | bytes) -> Any:
+        """What was put there, or None. It is used now."""
+        if key not in self.entries:
+            return None
+        self.entries.move_to_end(key)
+        return self.entries[key][0]
 
-    def add(self, key: Key, version: Version) -> Version:
-        """Remember a version, or take one that is equal already; it waits for an answer."""
-        known = self.versions.setdefault(key, [])
-        self.versions.move_to_end(key)
-        old = next((v for v in known if v.equals(version)), None)
-        if old is None:
-            known.append(version)
-            self.account(version, 1)
-            if len(known) > 64:
-                self.account(known.pop(0), -1)
-        version = old or version
-        version.open = (*version.open[-7:], "")
-        return version
-
-    def clean_tools(self, raw: bytes | bytearray) -> list[bytes] | None:
-        """The order of a body's tools when their very bytes were sent before and needed no change."""
-        at = tools_at(raw) if self.clean else -1
-        return next((order for known, order in self.clean if at >= 0 and raw.startswith(known, at)), None)
-
-    def add_clean(self, raw: bytes | bytearray, tools: list[Json], order: list[bytes]) -> None:
-        """Note that these tools, which stand in `raw`, needed no change."""
-        at = tools_at(raw)
-        if at >= 0:
-            with contextlib.suppress(ValueError):
-                text = bytes(raw[at + 8 :]).decode("utf-8")
-                value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
-                if value == tools and end <= self.limit >> 6:
-                    self.clean.append((bytes(raw[at : at + 8 + len(text[:end].encode())]), order))
-
-    def add_tools(self, forms: Mapping[bytes, str], orders: Mapping[bytes, list[bytes]]) -> None:
-        """Remember tools in the spelling seen first, and the order of a set (or a conversation's) in the order sent."""
-        for name, text in forms.items():
-            if name not in self.tools:
-                self.tools[name] = text
-                self.spelled[text] = name
-                self.list_size(300 + len(text))
-            self.tools.move_to_end(name)
-        for key, order in orders.items():
-            self.list_size(40 * len(order) + (200 if key not in self.orders else -40 * len(self.orders[key])))
-            self.orders[key] = order
-            self.orders.move_to_end(key)
-
-    def list_size(self, change: int) -> None:
-        self.listed += change
-        self.size += change
-
-    def trim(self) -> None:
-        """Forget what was not used for longest until the limit holds; forgetting costs one miss."""
-        while self.listed > self.limit >> 2 or len(self.orders) > 4096:
-            if len(self.orders) > min(len(self.tools), 4096):
-                self.list_size(-200 - 40 * len(self.orders.popitem(last=False)[1]))
-            else:
-                text = self.tools.popitem(last=False)[1]
-                del self.spelled[text]
-                self.list_size(-300 - len(text))
-        while self.size > self.limit and self.versions:
-            key, known = next(iter(self.versions.items()))
-            self.account(known.pop(0), -1)
-            if not known:
-                del self.versions[key]
-
-    def account(self, version: Version, sign: int) -> None:
-        self.size += sign * version.size
+    def put(self, key: int | bytes, value: Any, size: int) -> None:
+        """Forgetting costs one miss; what takes more than half of the room is not worth all the others."""
+        self.size -= self.entries.pop(key, (None, 0))[1]
+        if size <= self.limit >> 1:
+            self.entries[key] = value, size
+            self.size += size
+        while self.size > self.limit:
+            self.size -= self.entries.popitem(last=False)[1][1]
 
 
 @dataclasses.dataclass
@@ -1417,256 +1326,252 @@ class Replay:
 
     def __init__(self, config: Config) -> None:
         self.store = Store(config.replay_mb << 20)
+        self.serials = itertools.count(1)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        self.rows = lift_rows(config)
-        self.cuts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.held = 0  # characters in it
+        own = tuple(Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
+        self.rows = LIFTS + own if config.lift else ()
+        self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
+        self.echoes: dict[int, None] = {}  # heads of conversations whose clients send answers back as they were
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory, a sixteenth of that for replay: conversations share their system prompts."""
-        known = self.cuts.get(text)
+        """lift_text() with a memory: conversations share their system prompts."""
+        known = self.lifts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            if self.held + len(text) > self.store.limit >> 4:
-                self.cuts, self.held = {}, 0
-            else:
-                self.cuts[text] = known
-                self.held += 2 * len(text)
+            if len(text) <= self.store.limit >> 9:
+                remember(self.lifts, text, known, 16)
         return known
 
+    # --- what turns say: units and their keys ---------------------------------------------------------------------------
+
     def mask(self, text: str) -> str:
-        return mask(text, self.patterns)
+        """A user text without the decorations that clients add to the newest turn and take from history."""
+        text = undress(text)[1]
+        for pattern in self.patterns:
+            text = pattern.sub("", text)
+        return text.strip()
 
     def said(self, turn: Turn) -> str | None:
-        """What a user turn says without its decorations; None when it is a carrier, which says nothing else."""
-        texts = [self.mask(slot.get()) for slot in turn.slots()]
-        said = "\n".join([text for text in texts if text]) + turn.rest()
-        plain = "" if said else turn.text().strip()
-        if plain and turn.item is not None:
-            kinds = {kind for slot in turn.slots() for kind, _ in undress(slot.get())[0]}
+        """What a turn says without decorations; None when it is a carrier, which says nothing else."""
+        if turn.role != "user":
+            return turn.text().strip() + turn.rest()
+        said = "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
+        plain = turn.text().strip()
+        if not said and plain and turn.item is not None:
+            kinds = {kind for kind, _ in decorations(turn)}
             if kinds & CARRIED or not kinds:  # not kinds: a user's pattern matched
                 return None
         return said or plain
 
-    def speaks(self, turn: Turn | None) -> bool:
-        """Whether a person speaks in a turn: it is no carrier, and has more than results of tools."""
-        if turn is None or turn.role != "user" or not isinstance(turn.holder.get(turn.key), (str, list)):
-            return False
-        parts = listed(turn.holder.get(turn.key))
-        results = any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts)
-        return any(self.mask(slot.get()) for slot in turn.slots()) if results else bool(self.link(turn)[0])
-
-    def link(self, turn: Turn) -> tuple[str | None, bytes]:
-        """What a turn says (None: it is a carrier), and what it adds to the chain of keys."""
+    def link(self, turn: Turn) -> tuple[str | None, int]:
+        """said(), and what the turn adds to the chain of keys; both remembered with the turn."""
         if turn.mark is None:
-            said = self.said(turn) if turn.role == "user" else turn.text().strip() + turn.rest()
-            role = turn.role
-            if turn.item is not None and turn.item.get("role") == "user":
-                role = "user"  # also results of tools, which came with a reminder or without
-            turn.mark = said, digest(role, (said or "") if role == "user" else gist(said or ""))
+            said = self.said(turn)
+            # Results of tools in a user message, too, which come with a reminder or without.
+            user = turn.item is not None and turn.item.get("role") == "user"
+            turn.mark = said, hash(("user" if user else turn.role, said))
         return turn.mark
 
-    def units(self, view: View, turns: list[Turn]) -> list[Unit]:
-        """The turns behind the system prompt as units with chained keys."""
-        key: Key = digest(view.dialect.name, *(turn.text() for turn in view.system()))
-        units = [Unit(None, "", key)]
-        for turn in turns:
+    def speaks(self, turn: Turn) -> bool:
+        """Whether a person speaks in a turn: it is no carrier, and has more than results of tools."""
+        content = turn.holder.get(turn.key)
+        if turn.role != "user" or not isinstance(content, (str, list)):
+            return False
+        if any(isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)):
+            return any(self.mask(slot.get()) for slot in turn.slots())
+        return bool(self.link(turn)[0])
+
+    def units(self, view: View) -> list[Unit]:
+        """The head, and the turns behind the system prompt, as units with chained keys."""
+        key = int.from_bytes(digest(view.dialect.name, *(turn.text() for turn in view.system())), "big")
+        units = [Unit(Turn("head", {}, "", None), "", key)]
+        for turn in view.turns[view.leading() :]:
             if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
                 units.append(Unit(turn, "", hash((key, turn.role))))
                 continue
             said, link = turn.mark or self.link(turn)
             if said is None:
                 units[-1].carriers.append(turn)
-                continue
-            key = hash((key, link))
-            units.append(Unit(turn, said, key))
+            else:
+                key = hash((key, link))
+                units.append(Unit(turn, said, key))
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
         """A hash of what a conversation's requests have in common: the system prompt and the first user text, masked."""
-        units = self.units(view, view.turns[view.leading() :]) if units is None else units
-        first = next((unit.said for unit in units if unit.role() == "user"), "")
-        return digest(units[0].head(), first).hex()
+        units = units or self.units(view)
+        first = next((unit.said for unit in units if unit.turn.role == "user"), "")
+        return digest(str(units[0].key), first).hex()
 
-    def apply(
-        self, view: View, lifted: list[Lifted], report: Report, raw: bytes | bytearray = b"", learn: bool = True
-    ) -> Trace:
+    # --- a request ------------------------------------------------------------------------------------------------------
+
+    def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
         """Replace history with what was sent, drop carriers that are there already, set lifted text down. In place.
 
-        `raw` is the body as received: tools whose bytes are known need no look. `learn` is False for requests that
-        only count tokens.
+        `learn` is False for requests that only count tokens.
         """
-        start = view.leading()
-        units = self.units(view, view.turns[start:])
+        units = self.units(view)
         trace = Trace(self.conversation(view, units))
-        last = max((i for i, unit in enumerate(units) if unit.role() == "assistant"), default=0)
+        last = max((i for i, unit in enumerate(units) if unit.turn.role == "assistant"), default=0)
         with self.store.lock:
-            self.tools(view, units, report, raw, learn)
-            path = self.history(units, last, learn)
-            moved = restore(units, path, report)
+            self.tools(view, trace.conversation, last > 0, report, learn)
+            self.history(units, last, learn)
+            moved = restore(units, report)
             drop_repeated(units, last, report)
-            late, moved = self.set_down(view.dialect.text, units, last, lifted, moved, path, report)
-            view.turns = view.turns[:start] + flat(units)
+            moved = self.set_down(view, units, last, lifted, moved, report)
+            view.turns = view.turns[: view.leading()] + flat(units)
             if learn:
-                self.learn(units, last, late, path, trace)
+                trace.newest = self.learn(units, last)
                 for one in moved:
                     one.note()
-                self.store.trim()
         return trace
 
-    def history(self, units: list[Unit], last: int, learn: bool) -> dict[int, Version]:
-        """The stored version of each unit of history (those before the last answer), where one is beyond doubt.
+    def history(self, units: list[Unit], last: int, learn: bool) -> None:
+        """Find the stored version of each unit of history (those before the last answer), where one is beyond doubt.
 
         The last one that is known is told by the answer behind it; those before it are its parents, and no others.
         """
-        path: dict[int, Version] = {}
-        parent: tuple[Key, int] | None = None
-        answer: str | None = None  # the assistant turn right behind the unit
-        if not any(unit.key in self.store.versions for unit in units[:last]):
-            return path
+        if not any(unit.key in self.store.entries for unit in units[:last]):
+            return  # the usual case with clients that rewrite nothing
+        later: Version | None = None  # the nearest known one behind the unit
+        answer: Unit | None = None  # the assistant turn right behind the unit
         newest = True  # the unit was the newest one in the last request, if that went through here
         for index in range(last - 1, -1, -1):
-            key, behind = units[index].key, units[index + 1]
-            if behind.role() == "assistant":
-                answer = behind.said
-            elif behind.role() in ("user", "tool", "system"):
+            unit, behind = units[index], units[index + 1].turn.role
+            if behind == "assistant":
+                answer = units[index + 1]
+            elif behind in ("user", "tool", "system"):
                 answer, newest = None, False
-            known = self.store.find(key)
-            if path:
-                version = next((v for v in known if parent == (key, v.serial)), None)
+            known: list[Version] = self.store.get(unit.key) or []
+            if later is not None:
+                unit.version = next((version for version in known if version.serial == later.parent), None)
             elif answer is not None:
-                version = pick(known, answer, units[0].key in self.store.echoes, not newest)
-            else:
-                version = None
-            if version is not None:
-                known.remove(version)
-                known.append(version)  # the most recently used
-                path[index], parent = version, version.parent
-                if learn and answer is not None and version.claim(answer):
-                    remember(self.store.echoes, units[0].key, None)
-        return path
+                unit.version = pick(known, answer, units[0].key in self.echoes, not newest)
+            if unit.version is not None:
+                later = unit.version
+                known.remove(later)
+                known.append(later)  # the most recently used
+                if learn and answer is not None and later.claim(answer):
+                    remember(self.echoes, units[0].key, None)
 
     def set_down(
-        self, kind: str, units: list[Unit], last: int, lifted: list[Lifted], moved: list[Moved],
-        path: Mapping[int, Version], report: Report,
-    ) -> tuple[int | None, list[Moved]]:  # fmt: skip
+        self, view: View, units: list[Unit], last: int, lifted: list[Lifted], moved: list[Moved], report: Report
+    ) -> list[Moved]:
         """Put lifted text, and decorations that the client rewrote in history, in front of the newest user text, unless
-        the conversation's newest of their kind is equal.
+        the conversation's newest of their kind is equal. Returns the decorations that are there now.
 
-        Returns the index of a unit of history when the text had to go there (a tool loop whose beginning is not known),
-        and the decorations that are there now.
+        In a tool loop that text is history: what changed waits for the next user turn, unless nothing is known yet.
         """
-        if not lifted and not moved:
-            return None, []
         report.lifted += len(lifted)
-        texts = [slot.get() for turn in flat(units) if turn.role == "user" for slot in turn.slots()]
-        due, said_before = [], False
-        for row in dict.fromkeys(piece.row for piece in lifted):
-            pieces = [piece.text for piece in lifted if piece.row == row]
-            said = next((hits for text in reversed(texts) if (hits := row.find(text))), None)
-            said_before = said_before or said is not None
-            if said is None or not {match.group().strip() for match in said}.issuperset(pieces):
+        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), 0)
+        waits = taker < last and any(unit.version for unit in units)
+        if not taker or waits or not (lifted or moved):
+            return []
+        texts = texts_of([turn for turn in flat(units) if turn.role == "user"])
+        due = []
+        for row in dict.fromkeys(row for row, _ in lifted):
+            pieces = [text for one, text in lifted if one is row]
+            standing = next((hits for text in reversed(texts) if (hits := row.find(text))), [])
+            if not {match.group().strip() for match in standing}.issuperset(pieces):
                 due += pieces
-        fresh = [one for one in moved if one.due(texts)]
-        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), -1)
-        if taker < last:  # a tool loop: what changed waits for the next user turn
-            fresh = []
-            if said_before or any(index >= taker for index in path):
-                due = []
-        turn = units[taker].turn if taker >= 0 else None
-        if turn is None or not (due or fresh):
-            return None, []
-        turn = units[taker].turn = turn.own()
-        report.lifted += len(fresh)
-        text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in fresh])
-        slot = next((slot for slot in reversed(turn.slots()) if self.mask(slot.get())), None)
-        if slot is not None:
-            slot.set(text + "\n\n" + slot.get())
-        elif isinstance(content := turn.holder[turn.key], str):
-            turn.refit(text + "\n\n" + content)
-        else:
-            turn.refit([{"type": kind, "text": text}, *content])
-        return taker if taker < last else None, fresh
+        moved = [one for one in moved if one.due(texts)]
+        report.lifted += len(moved)
+        if due or moved:
+            turn = units[taker].turn = units[taker].turn.own()
+            units[taker].dressed = True
+            text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved])
+            slots = turn.slots()
+            if slots:
+                slot = next((slot for slot in reversed(slots) if self.mask(slot.get())), slots[0])
+                slot.set(text + "\n\n" + slot.get())
+            else:
+                turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+        return moved
 
-    def learn(self, units: list[Unit], last: int, late: int | None, path: dict[int, Version], trace: Trace) -> None:
-        """Remember the units after the last answer as they are forwarded now, and `late`, one that changed before it."""
-        for index in ([late] if late is not None else []) + list(range(last, len(units))):
-            unit = units[index]
-            if unit.role() != "user" and not unit.carriers and not unit.shed and index < len(units) - 1:
-                continue
-            before = max((i for i in path if i < index), default=None)
-            parent = (units[before].key, path[before].serial) if before is not None else None
-            own = None  # stands for "as it comes"
-            turn = unit.turn if unit.role() == "user" else None
-            if turn is not None and turn.text().strip() + turn.rest() != unit.said:
-                own = stored(turn)
-            turns = [own, *(stored(turn) for turn in unit.carriers)]
-            self.store.serial += 1
-            path[index] = version = self.store.add(unit.key, Version(turns, parent, self.store.serial))
-            trace.newest.append(version)
-            if index < last:
-                version.claim(next(u.said for u in units[index:] if u.role() == "assistant"))
-
-    # --- tools: first-seen form, first-seen order ----------------------------------------------------------------------
-
-    def tools(self, view: View, units: list[Unit], report: Report, raw: bytes | bytearray, learn: bool) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and keep the order."""
-        tools, store = view.body.get("tools"), self.store
-        if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-            return
-        talk = digest(b"talk", view.dialect.name, next((unit.said for unit in units if unit.role() == "user"), ""))
-        clean = store.clean_tools(raw)
-        if clean is not None:
-            if learn:
-                store.add_tools({}, {talk: clean})
-            return
-        spelled = [json.dumps(bare(tool)) for tool in tools]
-        names = [store.spelled.get(text) or digest(_sorted_json(json.loads(text))) for text in spelled]
-        if len(set(names)) != len(names):
-            return
-        by_name = dict(zip(names, zip(tools, spelled, strict=True), strict=True))
-        wanted = digest(b"set", *sorted(names))
-        order = store.orders.get(wanted, names)
-        if wanted not in store.orders and any(unit.role() == "assistant" for unit in units):
-            before = store.orders.get(talk, [])
-            if before and set(before) < set(names):  # tools were added in the middle of a conversation
-                order = before + [name for name in names if name not in set(before)]
-        if order != names or any(name in store.tools and store.tools[name] != by_name[name][1] for name in order):
-            forms = [json.loads(store.tools[name]) if name in store.tools else by_name[name][0] for name in order]
-            view.body["tools"] = forms
-            report.tools_restored += 1
-        elif learn:
-            store.add_clean(raw, tools, order)
-        if learn:
-            store.add_tools({name: text for name, (_, text) in by_name.items()}, {wanted: order, talk: order})
+    def learn(self, units: list[Unit], last: int) -> list[Version]:
+        """Remember the units after the last answer, and one that was dressed before it, as they are forwarded now."""
+        parent = 0
+        newest: list[Version] = []  # the one that the answer will tell
+        for index, unit in enumerate(units):
+            turn = unit.turn
+            if (index >= last or unit.dressed) and (unit.carriers or turn.role not in ("head", "reasoning")):
+                dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
+                carriers = [stored(carrier) for carrier in unit.carriers]
+                version = Version(stored(turn) if dressed else None, carriers, parent, next(self.serials))
+                known: list[Version] = self.store.get(unit.key) or []
+                same = next((one for one in known if one.form() == version.form()), None)
+                if same is None:
+                    known = [*known[-63:], version]
+                    while (size := sum(one.size() for one in known)) > self.store.limit >> 1 and len(known) > 1:
+                        del known[0]
+                    self.store.put(unit.key, known, size)
+                unit.version = same or version
+                if index < last:
+                    unit.version.claim(next(one for one in units[index:] if one.turn.role == "assistant"))
+            if unit.version is not None:
+                parent, newest = unit.version.serial, [unit.version]
+        for version in newest:
+            version.expect("")
+        return newest
 
     def answered(self, trace: Trace, hint: str | None) -> None:
         """Note how the answer to a request began ('': unknown; None: there was none), so that its turn can be told from
         others with the same words."""
         with self.store.lock:
             for version in trace.newest if hint != "" else ():
-                if "" in version.open:
-                    at = version.open.index("")
-                    version.open = (*version.open[:at], *([hint[:HINT]] if hint else []), *version.open[at + 1 :])
+                if "" in version.answers:
+                    at = version.answers.index("")
+                    version.answers[at : at + 1] = [hint[:HINT]] if hint else []
+
+    # --- tools: first-seen form, first-seen order ----------------------------------------------------------------------
+
+    def tools(self, view: View, conversation: str, follows: bool, report: Report, learn: bool) -> None:
+        """Send a tool that differs from an earlier one in key order only as it was sent then, and keep the order.
+
+        `follows`: the conversation has an answer already, so that tools that are new to it go to the end.
+        """
+        tools, store = view.body.get("tools"), self.store
+        if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+            return
+        try:
+            listing = hash(marshal.dumps(tools, 0))  # the fastest spelling that shows the order of keys
+        except ValueError:
+            raise Unreadable("nested too deeply") from None
+        talk = digest(b"talk", conversation)
+        order: list[bytes] | None = store.get(listing)  # of a list that needed no change
+        if order is None:
+            names = [digest(_sorted_json(bare(tool))) for tool in tools]
+            if len(set(names)) != len(names):
+                return
+            forms = [json.dumps(bare(tool)) for tool in tools]
+            first = {name: store.get(name) or form for name, form in zip(names, forms, strict=True)}
+            wanted = digest(b"set", *sorted(names))
+            order = store.get(wanted)
+            if order is None:
+                before = (store.get(talk) if follows else None) or []
+                added = [name for name in names if name not in before]
+                order = before + added if set(before) <= set(names) else names
+            if order != names or list(first.values()) != forms:
+                view.body["tools"] = [json.loads(first[name]) for name in order]
+                report.tools_restored += 1
+            elif learn:
+                store.put(listing, order, 200 + 40 * len(order))
+            if learn:
+                for name, form in first.items():
+                    if store.get(name) is None:
+                        store.put(name, form, 300 + len(form))
+                store.put(wanted, order, 200 + 40 * len(order))
+        if learn:
+            store.put(talk, order, 200 + 40 * len(order))
 
 
-def tools_at(raw: bytes | bytearray) -> int:
-    """Where a body's tools stand, near its start or its end, without looking through all of it; -1 if nowhere."""
-    at = raw.find(b'"tools":', 0, 4096)
-    return at if at >= 0 else raw.rfind(b'"tools":')
+def flat(units: list[Unit]) -> list[Turn]:
+    """The units' turns in order, without the head, which is none."""
+    return [turn for unit in units for turn in (unit.turn, *unit.carriers)][1:]
 
 
-def gist(said: str) -> str:
-    """Enough of a long answer or result to know it again. Those are never replaced: the worst that a mistake could do is
-    to dress a later user turn as it was dressed in another conversation with the same words before."""
-    return said if len(said) <= 1024 else f"{said[:512]}{len(said)}{said[-512:]}"
-
-
-HINT = 120  # characters of an answer that are kept to know it again
-
-
-def flat(units: Iterable[Unit]) -> list[Turn]:
-    return [turn for unit in units for turn in (unit.turn, *unit.carriers) if turn is not None]
+def texts_of(turns: list[Turn]) -> list[str]:
+    return [slot.get() for turn in turns for slot in turn.slots()]
 
 
 class Moved(NamedTuple):
@@ -1678,64 +1583,56 @@ class Moved(NamedTuple):
 
     def due(self, texts: list[str]) -> bool:
         """Whether the conversation's user `texts` say something else, so that it has to be set down again."""
-        standing = any(self.now in text for text in texts)
-        newest = self.version.moved.get(digest(self.before), digest(self.before))
-        return not standing or (self.before != "" and newest != digest(self.now))
+        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(self.now):
+            return True
+        return self.before != self.now and not any(self.now in text for text in texts)
 
     def note(self) -> None:
         if self.before:
-            remember(self.version.moved, digest(self.before), digest(self.now), 8)
+            remember(self.version.now, hash(self.before), hash(self.now), 8)
 
 
-def restore(units: list[Unit], path: Mapping[int, Version], report: Report) -> list[Moved]:
+def restore(units: list[Unit], report: Report) -> list[Moved]:
     """Put the stored form of each known unit in its place; returns what the client has rewritten there since."""
     moved: list[Moved] = []
-    standing = {turn.text().strip() for version in path.values() for turn in version.carriers()}
-    for index, version in sorted(path.items()):
-        unit, own, changed = units[index], version.turns[0], False
-        if own is not None and unit.turn is not None:
-            bare_again = unit.turn.text().strip() + unit.turn.rest() == unit.said
-            was, now = ([], []) if bare_again else (dressing(own), dressing(unit.turn))
-            if any(piece[0] == "event" and piece not in was for piece in now):
-                continue  # it tells something new
-            moved += rewritten(version, was, now)
-            if not same_turn(own, unit.turn):
-                unit.turn, changed = own, True
-        carriers = version.carriers()
+    standing = {turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers}
+    for unit in units:
+        version = unit.version
+        if version is None:
+            continue
+        own = version.own or unit.turn
+        now = decorations(unit.turn) if version.own else []
+        was = decorations(own) if now else []
+        if any(piece[0] == "event" and piece not in was for piece in now):
+            continue  # it tells something new
         if unit.carriers:
-            found = rewritten(version, [carried(turn) for turn in carriers], [carried(turn) for turn in unit.carriers])
-            gone = standing.union(one.now for one in found if one.before)
-            moved += [one for one in found if one.before]
-            carriers += [turn for turn in unit.carriers if turn.text().strip() not in gone]
-        if [turn.text() for turn in carriers] != [turn.text() for turn in unit.carriers]:
-            unit.carriers, changed = carriers, True
-        report.replayed += changed
+            was += [carried(turn) for turn in version.carriers]
+            now += [carried(turn) for turn in unit.carriers]
+        found = rewritten(version, was, now)
+        moved += found
+        gone = {one.now for one in found if one.before}
+        more = [
+            turn for turn in unit.carriers if turn.text().strip() not in standing and turn.text().strip() not in gone
+        ]
+        carriers = version.carriers + more
+        if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
+            unit.turn, unit.carriers = own, carriers
+            report.replayed += 1
     return moved
 
 
-def dressing(turn: Turn) -> list[tuple[str, str]]:
-    """The decorations in a user turn, as (kind, text)."""
-    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
-
-
-def carried(turn: Turn) -> tuple[str, str]:
-    """A carrier as one decoration."""
-    return next(iter(dressing(turn)), ("",))[0], turn.text().strip()
-
-
-def rewritten(version: Version, was: list[tuple[str, str]], now: list[tuple[str, str]]) -> list[Moved]:
-    """Reminders and environment blocks that read otherwise than in the stored version, in the order of their kind."""
+def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) -> list[Moved]:
+    """Reminders and environment blocks, each with the one of its kind in the stored version that it has the most in
+    common with."""
     gone = [piece for piece in was if piece not in now]
     found = []
     for kind, text in now:
-        if kind not in ("reminder", "environment"):
-            continue
-        if (kind, text) in was:
-            before = text if version.moved else None
-        else:
-            before = max(((common_prefix(text, old), old) for of, old in gone if of == kind), default=(0, ""))[1]
-            gone = [piece for piece in gone if piece != (kind, before)]
-        if before is not None:
+        if kind in ("reminder", "environment"):
+            before = text
+            if (kind, text) not in was:
+                alike = [old for of, old in gone if of == kind]
+                before = max(alike, key=lambda old: common_prefix(text, old), default="")
+                gone = [piece for piece in gone if piece[1] != before]
             found.append(Moved(version, before, text))
     return found
 
@@ -1754,24 +1651,29 @@ def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
                 kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
             if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
                 report.dropped += 1
-                unit.shed = True
             else:
                 newest[kind] = text
                 kept.append(carrier)
         unit.carriers = kept
 
 
-def pick(known: list[Version], answer: str, strict: bool, sure: bool) -> Version | None:
+def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Version | None:
     """Which of several versions of a turn belongs to a conversation that went on with `answer`; None when in doubt.
 
     `strict`: this client sends answers back as the server gave them, so one that does not agree is another
     conversation's. `sure`: only one that does agree will do.
     """
     found = [(version, version.goes_on(answer, strict)) for version in known]
-    sure = sure or any(yes for _, yes in found)
-    # Another one, whose answer is not known yet, may have been answered in the same words.
-    fitting = [version for version, yes in found if yes or (yes is None and (not sure or "" in version.open))]
-    return fitting[0] if len(fitting) == 1 and (not sure or fitting[0].goes_on(answer, strict)) else None
+    likely = [version for version, yes in found if yes]
+    maybe = [version for version, yes in found if yes is None]
+    if likely:  # another one, whose answer is not known yet, may have been answered in the same words
+        likely += [version for version in maybe if "" in version.answers]
+    elif not sure:
+        likely = maybe
+    return likely[0] if len(likely) == 1 else None
+
+
+HINT = 120  # characters of an answer that are kept to know it again
 
 
 def agrees(hint: str, answer: str) -> bool | None:
@@ -1790,15 +1692,6 @@ def stored(turn: Turn) -> Turn:
     if isinstance(content := item.get("content"), list):
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
     return turn_of(item)
-
-
-def same_turn(stored: Turn, turn: Turn) -> bool:
-    """Whether two turns read the same to the server: cache_control, and string or one-part form, do not count."""
-    if turn.item is None:
-        return True
-    return [slot.get() for slot in stored.slots()] == [
-        slot.get() for slot in turn.slots()
-    ] and stored.rest() == turn.rest()
 
 
 # ======================================================================================================================
@@ -3630,7 +3523,7 @@ class Proxy:
             self.scrubber.apply(view, report)
         if replays:
             lifted = lift(view, self.replay)
-            exchange.trace = self.replay.apply(view, lifted, report, raw, learn=not exchange.counting)
+            exchange.trace = self.replay.apply(view, lifted, report, learn=not exchange.counting)
             report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         else:
             exchange.trace = Trace(self.replay.conversation(view))
@@ -3972,7 +3865,7 @@ class Warmup:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
                     with replay.store.lock:
-                        replay.tools(view, replay.units(view, []), Report(), b"", True)
+                        replay.tools(view, replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass

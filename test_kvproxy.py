@@ -2034,13 +2034,13 @@ class RpDesk:
 
     def send(self, dialect: str, body: RpJson, answer: str | None = "", learn: bool = True) -> RpJson:
         """The body as forwarded; `answer` is how the server's answer begins ('': cannot be read, None: it failed)."""
-        raw = json.dumps(body, ensure_ascii=len(self.replay.store.versions) % 2 == 0, separators=(",", ":"))
+        raw = json.dumps(body, ensure_ascii=len(self.replay.store.entries) % 2 == 0, separators=(",", ":"))
         data = raw.encode("utf-8", "surrogatepass")
         view = self.reader.view(data, kvproxy.DIALECTS[RP_PATHS[dialect]])
         self.report = kvproxy.Report()
         self.scrubber.apply(view, self.report)
         lifted = kvproxy.lift(view, self.replay)
-        self.trace = self.replay.apply(view, lifted, self.report, data, learn)
+        self.trace = self.replay.apply(view, lifted, self.report, learn)
         if learn:
             self.replay.answered(self.trace, answer)
         view.store()
@@ -2057,8 +2057,20 @@ class RpDesk:
                 counts = self.scrubber.edit(fresh, True) if fresh.role in ("user", "system") else None
                 assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
                 assert json.loads(turn.json()) == turn.item
-        for known in self.replay.store.versions.values():
-            assert all(json.loads(turn.json()) == turn.item for version in known for turn in version.turns if turn)
+        for known in rp_versions(self.replay.store).values():
+            turns = [turn for version in known for turn in (version.own, *version.carriers) if turn]
+            assert all(json.loads(turn.json()) == turn.item for turn in turns)
+
+
+def rp_versions(store: Any) -> dict[int, list[Any]]:
+    """The part of a store that is not about tools."""
+    entries = [(key, value) for key, (value, _) in store.entries.items()]
+    return {key: value for key, value in entries if isinstance(value[0], kvproxy.Version)}
+
+
+def rp_size(store: Any) -> int:
+    """What a store should say that it holds, from its versions."""
+    return sum(version.size() for known in rp_versions(store).values() for version in known)
 
 
 def rp_items(dialect: str, turns: list[RpTurn]) -> list[RpJson]:
@@ -2220,7 +2232,7 @@ RP_SPARED = [  # what stays in a system prompt
 def test_lift_takes_a_clients_volatile_text(client: str, text: str) -> None:
     for system in (f"Be brief.\n{text}\n\nBe kind.", f"{text}\n\nBe kind.", f"Be brief.\n{text}", text):
         left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
-        assert [(piece.row.client, piece.text) for piece in found] == [(client, text)]
+        assert [(row.client, piece) for row, piece in found] == [(client, text)]
         assert left.split() == system.replace(text, "").split()
 
 
@@ -2239,7 +2251,7 @@ def test_lift_keeps_the_order_and_the_rest_of_the_text() -> None:
     system = "A\n  Today's date: 2026-12-01\nB\nCurrent time is 07:05.\nC\nCurrent date: 2026-12-01\n\nCurrent time is 07:06.\n"
     left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
     assert left == "A\nB\nC\n\n"
-    assert [piece.text for piece in found] == [
+    assert [piece for _, piece in found] == [
         "Current date: 2026-12-01", "Today's date: 2026-12-01", "Current time is 07:05.", "Current time is 07:06.",
     ]  # fmt: skip
 
@@ -2687,6 +2699,17 @@ def test_replay_short_answer_is_no_beginning_of_a_longer_one(dialect: str) -> No
         rp_extends(desk, dialect, first[name], [("user", "hi"), ("assistant", name), ("user", "go")])
 
 
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_long_answers_count_as_a_whole(dialect: str) -> None:
+    """They begin and end alike, and are as long; the next turn, in the same words, is another conversation's."""
+    answers = {name: f"{'x' * 700}{name}{'y' * 700}" for name in ("ann", "bob")}
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", "hi"), ("assistant", answers["ann"]), ("user", rp_block("Eve") + "go")]
+    rp_play(desk, dialect, turns, "fine")
+    other: list[RpTurn] = [("user", "hi"), ("assistant", answers["bob"]), ("user", "go"), ("assistant", "fine")]
+    assert "Eve" not in "\n".join(rp_play(desk, dialect, [*other, ("user", "end")]))
+
+
 # --- edits, branches, retries ------------------------------------------------------------------------------------------
 
 
@@ -3116,8 +3139,9 @@ def test_replay_counting_tokens_learns_nothing(dialect: str) -> None:
 
     def held() -> Any:
         store = desk.replay.store
-        versions = [(key, [(v.serial, v.claims, v.open) for v in known]) for key, known in store.versions.items()]
-        return sorted(versions), dict(store.tools), dict(store.orders), store.size, list(store.clean)
+        versions = rp_versions(store).items()
+        seen = sorted((key, [(v.serial, *v.answers) for v in known]) for key, known in versions)
+        return seen, {key: value for key, value in store.entries.items() if key not in rp_versions(store)}, store.size
 
     tools = [{"type": "function", "function": {"name": "look"}}]
     empty = held()
@@ -3137,7 +3161,7 @@ def test_replay_counting_paths_over_sockets(rig: Callable[..., Rig]) -> None:
     one = rig()
     body = {"system": rp_clock("2026-12-01"), "messages": [{"role": "user", "content": rp_block("a") + "one"}]}
     counted = one.forwarded("/v1/messages/count_tokens?beta=true", body)
-    assert not one.proxy.replay.store.versions
+    assert not one.proxy.replay.store.entries
     assert one.forwarded("/v1/messages?beta=true", body) == counted != body
     body["messages"] = rp_items("messages", [("user", "one"), ("assistant", "ok"), ("user", "two")])
     size = one.proxy.replay.store.size
@@ -3154,7 +3178,7 @@ def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) 
         data = json.dumps(rp_body("chat", turns, system=rp_clock("2026-12-01"))).encode()
         assert one.post("/v1/chat/completions", data).status == 200
         assert one.server.seen[-1].body == data
-    assert not one.proxy.replay.store.versions
+    assert not one.proxy.replay.store.entries
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------------
@@ -3235,6 +3259,17 @@ def test_tools_of_other_shapes_are_left_alone() -> None:
         assert desk.report.tools_restored == 0
 
 
+def test_tools_nested_too_deeply_are_refused() -> None:
+    """Where json itself goes further (CPython 3.13), the body is forwarded as it came, without an error in the log."""
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    view = kvproxy.view_of({"messages": [], "tools": [{"name": "a", "more": deep}]}, kvproxy.DIALECTS["messages"])
+    assert view is not None
+    with pytest.raises(kvproxy.Unreadable):
+        kvproxy.Replay(Config()).apply(view, [], kvproxy.Report())
+
+
 def test_tools_cache_control_does_not_count() -> None:
     desk = RpDesk()
     a, b = rp_tool("a"), rp_tool("b")
@@ -3278,9 +3313,9 @@ def test_replay_memory_is_bounded() -> None:
         held = tracemalloc.get_traced_memory()[0] - base
     finally:
         tracemalloc.stop()
-    assert store.size <= store.limit and 100 < len(store.versions) < 10_000
+    assert store.size <= store.limit and 100 < len(store.entries) < 10_000
     assert held < 1.2 * store.limit, held
-    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+    assert store.size == rp_size(store)
 
 
 def test_replay_one_key_is_bounded() -> None:
@@ -3304,9 +3339,22 @@ def test_replay_one_key_is_bounded() -> None:
             rp_play(desk, "chat", [("user", "hi"), ("assistant", f"said {number} to Eve"), ("user", "x")])
     for number in range(20):
         rp_play(desk, "chat", turns, f"again {number} to Eve")
-    first = max(store.versions.values(), key=len)
-    assert len(first) == 64 and max(len(v.claims) for v in first) == 8 == max(len(v.open) for v in first)
-    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+    first = max(rp_versions(store).values(), key=len)
+    assert len(first) == 64 and max(len(version.answers) for version in first) == 16
+    assert store.size == rp_size(store)
+
+
+def test_replay_one_large_turn_does_not_push_out_the_others() -> None:
+    """One that is too large is not kept; of one that is sent again and again, the newest are."""
+    desk = RpDesk(replay_mb=1)
+    busy = rp_play(desk, "chat", [("user", rp_block("ann") + "hi")])
+    for number in range(9):
+        for size in (70_000, 400_000):
+            rp_play(desk, "chat", [("user", rp_block(str(number)) + "x" * size)], f"answer {number}")
+            assert desk.replay.store.size == rp_size(desk.replay.store) <= desk.replay.store.limit
+    rp_extends(desk, "chat", busy, [("user", "hi"), ("assistant", "A"), ("user", "more")])
+    newest: list[RpTurn] = [("user", "x" * 70_000), ("assistant", "answer 8"), ("user", "more")]
+    assert rp_play(desk, "chat", newest)[1].startswith("user\n" + rp_block("8"))
 
 
 def test_replay_tools_are_bounded() -> None:
@@ -3316,10 +3364,8 @@ def test_replay_tools_are_bounded() -> None:
         tools = [rp_tool(f"tool {number}", more="x" * 1000), rp_tool("common")]
         desk.send("chat", rp_chat(tools, f"question {number}"))
         assert store.size <= store.limit
-    assert 10 < len(store.tools) < 1500 and len(store.spelled) == len(store.tools)
+    assert 10 < sum(isinstance(value, str) for value, _ in store.entries.values()) < 1500
     assert desk.send("chat", rp_chat([rp_tool("common", turned=True), tools[0]], "again"))["tools"] == tools
-    for _ in range(9):
-        assert len(store.clean) <= 8
 
 
 def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
@@ -3352,9 +3398,9 @@ def test_replay_long_memos_are_bounded() -> None:
     """What is remembered of system prompts and texts to save time stays within the limit, too."""
     desk, cuts = RpDesk(replay_mb=1), 0
     for number in range(300):
-        system = f"Number {number}\nCurrent date: 2026-12-01\n" + "x" * 3000
+        system = f"Number {number}\nCurrent date: 2026-12-01\n" + "x" * (3000 if number % 2 else 1500)
         desk.send("chat", rp_body("chat", [("user", f"{number} {'y' * 3000}")], system=system))
-        cuts = max(cuts, sum(map(len, desk.replay.cuts)))
+        cuts = max(cuts, sum(map(len, desk.replay.lifts)))
         for memo in (desk.reader.newer, desk.reader.older):
             assert sum(map(len, memo)) <= desk.reader.limit == 1 << 17
         assert sum(len(prefix.early) + len(prefix.late) for prefix in desk.reader.prefixes) <= 1 << 17
@@ -3528,7 +3574,7 @@ RP_ENDLESS = {  # texts that would take minutes if the time grew with the square
 @pytest.mark.parametrize("text", RP_ENDLESS)
 def test_replay_time_grows_with_the_length_only(text: str) -> None:
     start = time.perf_counter()
-    kvproxy.mask(RP_ENDLESS[text])
+    kvproxy.Replay(Config()).mask(RP_ENDLESS[text])
     kvproxy.lift_text(RP_ENDLESS[text], kvproxy.LIFTS)
     assert time.perf_counter() - start < 10
 
@@ -3562,7 +3608,7 @@ def test_replay_many_threads() -> None:
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         assert set(pool.map(talk, range(36))) == {2 + 2 * 7}
     store = desk.replay.store
-    assert store.size == sum(v.size for known in store.versions.values() for v in known)
+    assert store.size == rp_size(store)
 
 
 # --- random conversations ------------------------------------------------------------------------------------------------
@@ -3789,10 +3835,8 @@ def test_replay_random_forgetting(seed: int) -> None:
         talk, store = rng.choice(talks), desk.replay.store
         if rng.random() < 0.1:
             desk = RpDesk()
-        elif store.versions and rng.random() < 0.4:
-            key = rng.choice(list(store.versions))
-            for version in store.versions.pop(key):
-                store.account(version, -1)
+        elif store.entries and rng.random() < 0.4:
+            store.size -= store.entries.pop(rng.choice(list(store.entries)))[1]
         talk.check(desk.send(talk.dialect, talk.request()))
         desk.replay.answered(desk.trace, talk.go_on(False))
 
@@ -3876,7 +3920,7 @@ def test_replay_clean_bodies_are_untouched_over_sockets(rig: Callable[..., Rig])
         assert one.post("/v1/chat/completions", data).status == 200
         assert one.server.seen[-1].body == data
     one.finished(2)
-    assert one.proxy.replay.store.versions
+    assert one.proxy.replay.store.entries
     event: RpTurn = ("user", "System: [2026-12-01 07:05:09 UTC] The job is done.")
     hidden = rp_body("chat", [event, *turns[1:], ("user", "y" * 70_000)], rp_clock("2026-12-01"))
     sent = one.forwarded("/v1/chat/completions", json.dumps(hidden, separators=(",", ":")).encode())

@@ -83,7 +83,7 @@ def edit(data: bytes) -> None:
         report = kvproxy.Report()
         kvproxy.Scrubber(kvproxy.Config()).apply(view, report)
         if dialect.edited:
-            MEMORY.apply(view, kvproxy.lift(view, MEMORY), report, data)
+            MEMORY.apply(view, kvproxy.lift(view, MEMORY), report)
         text = kvproxy.dump(view.body)
         found = set(strings(json.loads(text)))
         assert all(piece in found for piece in kept), "an answer or a result lost its words"
