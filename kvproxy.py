@@ -321,7 +321,6 @@ class Turn:
     item: Json | None
     found: list[Slot] | None = None  # slots(), remembered
     raw: bytes | None = None  # the item as JSON
-    kept: bool = False  # shared with later requests
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
     mark: tuple[str | None, bytes] | None = None  # for Replay: what it says, and its link in the chain
     told: str | None = None  # for the ledger: all that the server reads of it
@@ -495,16 +494,10 @@ def _finite(text: str) -> float:
     return number
 
 
-HOLE = float("nan")  # stands in a body where its turns were; a client's own NaN is refused
-
-
-def _hole(name: str) -> float:
-    return HOLE if name == "NaN" else _finite(name)
-
-
 _parse_at = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite).raw_decode
-_parse_holed = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_hole).decode
-SPACE = re.compile(r"[ \t\r\n]*")
+HOLE = float("nan")  # stands in a body where its turns were; a client's own NaN is refused
+LIST_START = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*(\{"\w+":)')
+ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
 
 
@@ -536,146 +529,193 @@ def dump(body: Any) -> bytes:
         raise Unreadable("nested too deeply") from None
 
 
+def parse_around(before: str, key: str, after: str) -> Json:
+    """The body whose list at `key` stood between these texts; HOLE has its place. Raises ValueError, RecursionError."""
+    constants: list[str] = []
+
+    def hole(name: str) -> float:
+        constants.append(name)
+        return HOLE
+
+    text = f"{before}NaN{after}"
+    body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=hole)
+    if constants != ["NaN"] or not isinstance(body, dict) or body.get(key) is not HOLE:
+        raise Unreadable("not the usual spelling")
+    return body
+
+
+Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
+
+
 class Prefix(NamedTuple):
-    """The beginning of a body's list of turns; `early` holds the first of them, `late` the others."""
+    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its end."""
 
     dialect: Dialect
-    early: bytes
-    late: bytes
+    pieces: list[tuple[bytes, int]]
     turns: list[Turn]
-    early_turns: int
 
 
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
-    need be parsed, scrubbed and written only once. The least recently used go first."""
+    need be parsed, scrubbed and written only once. The least recently used go first. Safe to use from many threads."""
 
-    JOINS = 16  # how often an opening within a turn is taken for the next turn's before the body is parsed as a whole
+    OPENINGS = 16  # a turn with more of them within is not remembered: each costs a look-up
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations; a turn takes twice to six times that."""
+        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice to six times that."""
         self.scrubber, self.limit = scrubber, limit
         self.newer: dict[bytes, Turn | None] = {}  # None: the bytes are only the beginning of a turn
         self.older: dict[bytes, Turn | None] = {}
-        self.size = 0
-        self.prefixes: list[Prefix] = []
+        self.size = 0  # of `newer`
+        self.prefixes: list[Prefix] = []  # of large bodies, the newest first
         self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, StopIteration, RecursionError):
-                body, turns = self.split(raw, dialect)
-                if (view := view_of(body, dialect)) is not None:
-                    view.turns = turns
-                    return view
+            with contextlib.suppress(ValueError, RecursionError):
+                return self.split(raw, dialect)
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> tuple[Json, list[Turn]]:
-        """A body without its turns, and these, told apart by the member that most clients begin them with: such a quote
-        stands in no text, where it would be escaped. Raises ValueError, StopIteration or RecursionError where that does
-        not work out, or the body is not JSON."""
-        mark, opening = b'"%s":' % dialect.turns.encode(), b'{"role":' if dialect.turns == "messages" else b'{"type":'
-        start = raw.find(mark)
-        turns, bounds = self.begin(raw, start, dialect)
-        place = bounds[-1][1] if bounds else start
-        first, *parts = bytes(memoryview(raw)[place:]).split(opening)
-        if first and (start < 0 or turns or first[len(mark) :].strip() != b"["):
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
+        """The view of a body in the usual spelling: without line breaks, and each turn begins with the same member.
+        Raises ValueError or RecursionError where that does not work out, or the body is not JSON."""
+        mark = b'"%s":' % dialect.turns.encode()
+        start = raw.find(mark) + len(mark)
+        opening = LIST_START.match(raw, start)
+        if opening is None:
             raise Unreadable("not the usual spelling")
-        left, tail, place = iter(parts), None, place + len(first)
-        while tail is None:
-            bounds.append((len(turns), place))
-            piece = opening + next(left)
-            while (turn := self.recall(piece)) is None:
-                piece += opening + next(left)
-            if turn and (turn.role != "system" or not (turns or dialect.system)):
-                turns.append(turn)
-                place += len(piece)
-                continue
-            text, at, joins = piece.decode(), 0, 0
-            while tail is None and at < len(text):
-                try:
-                    item, end = _parse_at(text, at)
-                except json.JSONDecodeError:  # the opening stood within a turn
-                    if joins == self.JOINS:
-                        raise
-                    if at == 0:
-                        self.keep(piece, None)
-                    more, joins = opening + next(left), joins + 1
-                    piece, text = piece + more, text + more.decode()
-                    continue
-                turns.append(self.turn(item, text[at:end].encode(), not (turns or dialect.system)))
-                at = SPACE.match(text, end).end()  # type: ignore[union-attr]
-                if text[at : at + 1] == "]":
-                    tail = text[at + 1 :]
-                elif text[at : at + 1] == ",":
-                    at = SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
-                else:
-                    raise Unreadable("not the usual spelling")
-            place += len(piece)
-        rest = tail + b"".join([opening + part for part in left]).decode()
-        holed = f"{raw[:start].decode()}{mark.decode()}NaN{rest}"
-        body = _parse_holed(holed)
-        if holed.count("NaN") != 1 or body.get(dialect.turns) is not HOLE:
-            raise Unreadable("not the usual spelling")
-        self.end(raw, start, dialect, turns, bounds)
-        return {**body, dialect.turns: []}, turns
-
-    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], list[tuple[int, int]]]:
-        """The turns that a body's list has in common with an earlier one, and bounds: (turns, bytes) up to there."""
-        for prefix in self.prefixes:
-            middle = start + len(prefix.early)
-            if prefix.dialect is dialect and raw.startswith(prefix.early, start):
-                if raw.startswith(prefix.late, middle):
-                    bounds = [(prefix.early_turns, middle), (len(prefix.turns), middle + len(prefix.late))]
-                    return prefix.turns[:], bounds
-                return prefix.turns[: prefix.early_turns], [(prefix.early_turns, middle)]
-        return [], []
-
-    def end(
-        self, raw: bytes | bytearray, start: int, dialect: Dialect, turns: list[Turn], bounds: list[tuple[int, int]]
-    ) -> None:
-        """Note the beginning of a large body: up to its newest user turn, which may come in another form next time, and
-        up to its last turn."""
-        if len(raw) < self.short or any(turn.role == "system" and not turn.kept for turn in turns):
-            return
-        newest = next((i for i in range(len(turns) - 1, -1, -1) if turns[i].role == "user"), 0)
-        count, middle = next((bound for bound in reversed(bounds) if bound[0] <= newest), bounds[0])
-        most, end = bounds[-1]
-        if bounds[1:2] == bounds[2:] and count == bounds[0][0]:
-            return  # nothing new
-        prefix = Prefix(dialect, bytes(raw[start:middle]), bytes(raw[middle:end]), turns[:most], count)
-        others = [other for other in self.prefixes if not raw.startswith(other.early, start)]
-        room = itertools.accumulate([end - start, *(len(other.early) + len(other.late) for other in others)])
-        self.prefixes = [one for one, used in zip([prefix, *others[:7]], room, strict=False) if used <= self.limit]
-
-    def turn(self, item: Any, raw: bytes, first: bool) -> Turn:
-        if not isinstance(item, dict):
+        turns, known = self.begin(raw, start, dialect)
+        place = known[-1][1] if known else opening.start(1)
+        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening[1], turns, dialect)
+        body = parse_around(raw[:start].decode(), dialect.turns, after)
+        view = view_of({**body, dialect.turns: []}, dialect)
+        if view is None:
             raise Unreadable("unknown shape")
+        view.turns = turns
+        if len(raw) >= self.short:
+            self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
+        return view
+
+    # --- turn by turn -------------------------------------------------------------------------------------------------
+
+    def read(self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect) -> tuple[Bounds, str]:
+        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list.
+
+        The next turn is looked for by its opening, whose first quote stands in no text, where it would be escaped.
+        """
+        bounds, at, spare = [], 0, 4 * len(data)  # bytes that may be decoded in vain before it pays to parse the whole
+        while True:
+            bounds.append((len(turns), at))
+            end = find_or_end(data, opening, at + 1)
+            while (turn := self.recall(data[at:end])) is None:
+                end = data.index(opening, end + 1)
+            first = not turns and not dialect.system
+            if turn and (first or turn.role != "system"):
+                turns.append(turn)
+                at = end
+                continue
+            while True:
+                text = data[at:end].decode()
+                spare -= len(text)
+                try:
+                    item, length = _parse_at(text, 0)
+                    break
+                except json.JSONDecodeError:
+                    if end == len(data) or spare < 0:
+                        raise
+                    end = find_or_end(data, opening, at + 2 * (end - at))  # that opening stood within the turn
+            raw = text[:length].encode()
+            behind = ITEM_END.match(data, at + len(raw))
+            spare += length
+            if not isinstance(item, dict) or behind is None or spare < 0:
+                raise Unreadable("not the usual spelling")
+            turns.append(self.turn(item, raw, opening, first))
+            at = behind.end()
+            if behind[1] == b"]":
+                return bounds, data[at:].decode()
+
+    def turn(self, item: Json, raw: bytes, opening: bytes, first: bool) -> Turn:
+        """A new turn, scrubbed and remembered; but what is cut out of a system text depends on those before it."""
         turn = turn_of(item)
-        turn.raw, turn.kept = raw, turn.role != "system" or first
-        if turn.kept:  # what is cut out of another system text depends on those before it
-            if turn.role in ("user", "system") and self.scrubber is not None:
-                turn.counts = self.scrubber.edit(turn, True)
+        turn.raw = raw
+        if turn.role == "system" and not first:
+            return turn
+        if turn.role in ("user", "system") and self.scrubber is not None:
+            turn.counts = self.scrubber.edit(turn, True)
+        if raw.count(opening, 1) <= self.OPENINGS:
             self.keep(raw, turn)
+            end = raw.find(opening, 1)
+            while end > 0:
+                self.keep(without_comma(raw[:end]), None)
+                end = raw.find(opening, end + 1)
         return turn
 
     def recall(self, piece: bytes) -> Turn | None | Literal[False]:
-        """The turn in these bytes, behind which a comma must stand; False when it is not known."""
-        raw = piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
+        """The turn in these bytes, behind which a comma must stand; None when they are only the beginning of one, False
+        when they are not known."""
+        raw = without_comma(piece)
         turn: Turn | None | Literal[False] = self.newer.get(raw, False)
         if turn is False and (turn := self.older.get(raw, False)) is not False:
             self.keep(raw, turn)
         return turn if turn is None or raw is not piece else False
 
     def keep(self, raw: bytes, turn: Turn | None) -> None:
-        self.size += len(raw) + 1000
-        if self.size > self.limit:
+        size = len(raw) + 1000
+        if size > self.limit >> 1:
+            return  # all others would have to go
+        if self.size + size > self.limit:
             self.older, self.newer, self.size = self.newer, {}, 0
+        self.size += size
         self.newer[raw] = turn
+
+    # --- the beginning of large bodies, as a whole --------------------------------------------------------------------
+
+    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], Bounds]:
+        """The turns that the list at `start` has in common with an earlier one, and the bounds of the pieces they came in."""
+        best: Bounds = []
+        turns: list[Turn] = []
+        for prefix in self.prefixes:
+            bounds, at = [], start
+            for piece, count in prefix.pieces if prefix.dialect is dialect else ():
+                if not raw.startswith(piece, at):
+                    break
+                at += len(piece)
+                bounds.append((count, at))
+            if bounds[-1:] > best[-1:]:
+                best, turns = bounds, prefix.turns[: bounds[-1][0]]
+        return turns, best
+
+    def end(self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds) -> None:
+        """Note the beginning of a body's list: up to its newest user turn, which may come in another form next time, and
+        up to its last turn."""
+        turns, last = view.turns, bounds[-1]
+        newest = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+        middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
+        if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
+            return
+        if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
+            return  # see turn()
+        pieces = [(bytes(raw[start : middle[1]]), middle[0]), (bytes(raw[middle[1] : last[1]]), last[0])]
+        used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
+        for other in self.prefixes[:7]:
+            used += sum(len(piece) for piece, _ in other.pieces)
+            if used <= self.limit and not raw.startswith(other.pieces[0][0], start):
+                prefixes.append(other)
+        self.prefixes = prefixes
+
+
+def find_or_end(data: bytes, what: bytes, start: int) -> int:
+    found = data.find(what, start)
+    return found if found >= 0 else len(data)
+
+
+def without_comma(piece: bytes) -> bytes:
+    """The same object when no turn ends there."""
+    return piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
 
 
 @dataclasses.dataclass
