@@ -2405,7 +2405,7 @@ REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model is working, and there is time to explain
 LINGER = 2.0  # seconds a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
-PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pump()
+PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
 PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
 LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
 TAP_BYTES = 65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
@@ -2501,9 +2501,7 @@ class Chunks:
     LINE = re.compile(SIZE.pattern + rb"\n")
 
     def __init__(self) -> None:
-        self.state = (
-            "size"  # the line that comes next (data: the empty one after a chunk), but for `left` bytes of data
-        )
+        self.state = "size"  # the line behind `left` bytes of data: size, data (the empty one after a chunk), trailer
         self.left, self.line = 0, b""
         self.done, self.trailers = False, 0
 
@@ -3289,70 +3287,75 @@ class Relay(socketserver.BaseRequestHandler):
 
     def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
         """Send the client an answer's head and body. Raises Refused while nothing was sent, BrokenOff after that."""
-        wire, send, wait, recv = upstream.wire, self.wire.send, self.pair.wait, upstream.wire.sock.recv
-        timeout, old, left = self.proxy.config.read_timeout, exchange.request.old, response.length
+        send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
         if response.framing == "none" or (response.framing == "length" and not left):
             send(head)
             return
+        if not upstream.wire.buf:  # else it goes out with the first bytes of the body: one write, one packet
+            send(head)
+            head = b""
         chunks = Chunks() if response.framing == "chunked" else None
-        tap = exchange.tap
-        pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
-        done, hurried, due, looked, busy, clock = False, False, 0.0, 0.0, self.server.busy, time.monotonic
-        while not done:
-            if wire.buf:
-                data = wire.take()
-            else:
-                if pending:
-                    send(pending)
-                    pending = b""
-                # As network cards moderate interrupts: when the streams bring more pieces than one interpreter can
-                # pass on singly, each is read a little later, and then more at once. At a model's pace none waits.
-                if not hurried or due > looked + LOOK_SECONDS:
-                    if wait(timeout) == "timeout":
-                        raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                    looked = clock()
-                    hurried = looked < due
-                if hurried and (early := due - clock()) > 0:
-                    time.sleep(early)
-                try:
-                    data = recv(65536)
-                    due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
-                except AGAIN:
-                    hurried = False
-                    continue
-                except OSError as error:
-                    raise BrokenOff(f"the server's connection broke ({error})") from None
-                if not data and response.framing != "close":
-                    raise BrokenOff("the server closed the connection in the middle of its answer")
-            payload = data
+        for data in self.pieces(upstream, response):
+            used = len(data)
             if chunks is not None:
                 out: list[bytes] = []
                 try:
                     used = chunks.feed(data, out)
                 except BadHead as error:
                     why = f"the server's chunks cannot be read ({error})"
-                    if pending:
+                    if head:
                         raise Refused(502, f"The model server's answer cannot be passed on: {why}.") from None
                     raise BrokenOff(why) from None
                 payload, done = b"".join(out), chunks.done
-                if used < len(data):  # belongs to nobody: the connection will not be used again
-                    wire.buf += data[used:]
-                    data = data[:used]
-                if old:
-                    data = payload
+                passed = payload if old else data[:used]
             elif response.framing == "length":
-                wire.buf += data[left:]
-                payload = data = data[:left]
-                left -= len(data)
+                used = min(used, left)
+                left -= used
+                payload = passed = data[:used]
                 done = not left
             else:
-                done = not data
-                if not old:
-                    data = b"%x\r\n%s\r\n" % (len(data), data)  # without data: the last chunk
+                payload, done = data, not data
+                passed = data if old else b"%x\r\n%s\r\n" % (used, data)  # without data: the last chunk
+            if used < len(data):  # belongs to nobody: the connection will not be used again
+                upstream.wire.buf += data[used:]
             if tap is not None:
                 tap.add(payload)
-            send(pending + data if pending else data)
-            pending = b""
+            send(head + passed if head else passed)
+            head = b""
+            if done:
+                return
+
+    def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
+        """An answer's body as the server sends it; b'' at its end if only that tells. Raises BrokenOff, ClientGone.
+
+        As network cards moderate interrupts: when the streams bring more pieces than one interpreter can pass on singly,
+        each is read a little later, and then more at once. At a model's pace none waits. Nor does TLS, where each piece
+        is a record that must be read by itself.
+        """
+        wait, recv, busy, clock = self.pair.wait, upstream.wire.sock.recv, self.server.busy, time.monotonic
+        timeout, tls = self.proxy.config.read_timeout, self.pair.tls
+        hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
+        if upstream.wire.buf:
+            yield upstream.wire.take()
+        while True:
+            if not hurried or due > looked + LOOK_SECONDS:
+                if wait(timeout) == "timeout":
+                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
+                looked = clock()
+                hurried = looked < due and not tls
+            if hurried and (early := due - clock()) > 0:
+                time.sleep(early)
+            try:
+                data = recv(65536)
+            except AGAIN:
+                hurried = False
+                continue
+            except OSError as error:
+                raise BrokenOff(f"the server's connection broke ({error})") from None
+            if not data and response.framing != "close":
+                raise BrokenOff("the server closed the connection in the middle of its answer")
+            due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
+            yield data
 
 
 class Exchange:

@@ -8162,6 +8162,27 @@ def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
     assert made.server.connections <= 3
 
 
+def test_relay_tls_fast_stream_waits_for_nothing(
+    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each event is a record, which is read by itself: a pause before each would only slow the stream down."""
+    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.3)
+    sent = [f"<{number}>".encode() for number in range(40)]
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        for word in sent:
+            link.event(word)
+        link.finish()
+
+    made = relay_tls(script)
+    begun = time.monotonic()
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert re.findall(b"<[0-9]+>", answer.body) == sent
+    assert time.monotonic() - begun < 6
+
+
 @pytest.mark.parametrize("phase", ["before the head", "between events"])
 def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str) -> None:
     """TLS has messages of its own (session tickets) that must not be waited on."""
