@@ -429,10 +429,10 @@ class View:
         key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # NaN marks the place: parse() lets none through, and within a text the quotes before it would be escaped.
-        mark = b'"%s":NaN' % key.encode()
-        head, _, tail = dump({**self.body, key: HOLE}).partition(mark)
-        return b"".join((head, mark[:-3], b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
+        # The hole is unmistakable: parse() lets none through, and within a text the quotes before it would be escaped.
+        mark = b'"%s":' % key.encode()
+        head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
+        return b"".join((head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
 
 
 def turn_of(item: Json) -> Turn:
@@ -494,8 +494,16 @@ def _finite(text: str) -> float:
     return number
 
 
-_parse_at = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite).raw_decode
-HOLE = float("nan")  # stands in a body where its turns were; a client's own NaN is refused
+_STRICT: Json = {"object_pairs_hook": _pairs, "parse_float": _finite, "parse_constant": _finite}
+_parse_at = json.JSONDecoder(**_STRICT).raw_decode
+HOLE = float("-inf")  # stands in a body where its turns were, as -Infinity; a client's own is refused
+
+
+def _hole(name: str) -> float:
+    return HOLE if name == "-Infinity" else _finite(name)
+
+
+_parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
 LIST_START = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*(\{"\w+":)')
 ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
@@ -506,8 +514,7 @@ def parse(raw: bytes | bytearray) -> Json:
     if len(raw) > PARSE_LIMIT:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
-        text = raw.decode("utf-8")
-        body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
+        body = json.loads(raw.decode("utf-8"), **_STRICT)
     except UnicodeDecodeError:
         raise Unreadable("not UTF-8") from None
     except RecursionError:
@@ -527,21 +534,6 @@ def dump(body: Any) -> bytes:
         return json.dumps(body, separators=(",", ":")).encode("ascii")
     except RecursionError:
         raise Unreadable("nested too deeply") from None
-
-
-def parse_around(before: str, key: str, after: str) -> Json:
-    """The body whose list at `key` stood between these texts; HOLE has its place. Raises ValueError, RecursionError."""
-    constants: list[str] = []
-
-    def hole(name: str) -> float:
-        constants.append(name)
-        return HOLE
-
-    text = f"{before}NaN{after}"
-    body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=hole)
-    if constants != ["NaN"] or not isinstance(body, dict) or body.get(key) is not HOLE:
-        raise Unreadable("not the usual spelling")
-    return body
 
 
 Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
@@ -591,7 +583,10 @@ class Reader:
         turns, known = self.begin(raw, start, dialect)
         place = known[-1][1] if known else opening.start(1)
         bounds, after = self.read(bytes(memoryview(raw)[place:]), opening[1], turns, dialect)
-        body = parse_around(raw[:start].decode(), dialect.turns, after)
+        text = f"{raw[:start].decode()}-Infinity{after}"
+        body = _parse_holed(text)
+        if text.count("-Infinity") != 1 or not isinstance(body, dict) or body.get(dialect.turns) is not HOLE:
+            raise Unreadable("not the usual spelling")
         view = view_of({**body, dialect.turns: []}, dialect)
         if view is None:
             raise Unreadable("unknown shape")
@@ -607,31 +602,23 @@ class Reader:
 
         The next turn is looked for by its opening, whose first quote stands in no text, where it would be escaped.
         """
-        bounds, at, spare = [], 0, 4 * len(data)  # bytes that may be decoded in vain before it pays to parse the whole
+        bounds, at, wasted = [], 0, 0
         while True:
             bounds.append((len(turns), at))
-            end = find_or_end(data, opening, at + 1)
-            while (turn := self.recall(data[at:end])) is None:
+            end = data.find(opening, at + 1)
+            if end < 0:
+                end = len(data)
+            while (turn := self.recall(data, at, end)) is None:
                 end = data.index(opening, end + 1)
             first = not turns and not dialect.system
             if turn and (first or turn.role != "system"):
                 turns.append(turn)
                 at = end
                 continue
-            while True:
-                text = data[at:end].decode()
-                spare -= len(text)
-                try:
-                    item, length = _parse_at(text, 0)
-                    break
-                except json.JSONDecodeError:
-                    if end == len(data) or spare < 0:
-                        raise
-                    end = find_or_end(data, opening, at + 2 * (end - at))  # that opening stood within the turn
-            raw = text[:length].encode()
+            item, raw, decoded = parse_item(data, at, end, opening)
             behind = ITEM_END.match(data, at + len(raw))
-            spare += length
-            if not isinstance(item, dict) or behind is None or spare < 0:
+            wasted += decoded - len(raw)
+            if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
                 raise Unreadable("not the usual spelling")
             turns.append(self.turn(item, raw, opening, first))
             at = behind.end()
@@ -650,18 +637,19 @@ class Reader:
             self.keep(raw, turn)
             end = raw.find(opening, 1)
             while end > 0:
-                self.keep(without_comma(raw[:end]), None)
+                self.keep(raw[: end - comma_before(raw, end)], None)
                 end = raw.find(opening, end + 1)
         return turn
 
-    def recall(self, piece: bytes) -> Turn | None | Literal[False]:
+    def recall(self, data: bytes, at: int, end: int) -> Turn | None | Literal[False]:
         """The turn in these bytes, behind which a comma must stand; None when they are only the beginning of one, False
         when they are not known."""
-        raw = without_comma(piece)
+        comma = comma_before(data, end)
+        raw = data[at : end - comma]
         turn: Turn | None | Literal[False] = self.newer.get(raw, False)
         if turn is False and (turn := self.older.get(raw, False)) is not False:
             self.keep(raw, turn)
-        return turn if turn is None or raw is not piece else False
+        return turn if turn is None or comma else False
 
     def keep(self, raw: bytes, turn: Turn | None) -> None:
         size = len(raw) + 1000
@@ -708,14 +696,32 @@ class Reader:
         self.prefixes = prefixes
 
 
-def find_or_end(data: bytes, what: bytes, start: int) -> int:
-    found = data.find(what, start)
-    return found if found >= 0 else len(data)
+def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
+    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were decoded to find it.
+    Raises ValueError, RecursionError."""
+    decoded = 0
+    while True:
+        text = data[at:end].decode()
+        decoded += end - at
+        try:
+            item, length = _parse_at(text, 0)
+        except json.JSONDecodeError:
+            if end == len(data):
+                raise
+            end = data.find(opening, at + 2 * (end - at))  # that opening stood within; doubled, all tries cost little
+            if end < 0:
+                end = len(data)
+            continue
+        if not isinstance(item, dict):
+            raise Unreadable("unknown shape")
+        return item, text[:length].encode(), decoded
 
 
-def without_comma(piece: bytes) -> bytes:
-    """The same object when no turn ends there."""
-    return piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
+def comma_before(data: bytes, end: int) -> int:
+    """The length of the comma, and the space behind it, between an item that may end there and the next."""
+    if data[end - 1] not in b", ":
+        return 0
+    return 1 if data[end - 2 : end] == b"}," else 2 if data[end - 3 : end] == b"}, " else 0
 
 
 @dataclasses.dataclass
@@ -2929,9 +2935,7 @@ class Tap:
 ERROR_KINDS = {
     400: "invalid_request_error",
     403: "permission_error",
-    404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
 }
 
