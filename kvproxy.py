@@ -62,7 +62,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import ssl
@@ -551,13 +551,11 @@ class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
     need be parsed, scrubbed and written only once. The least recently used go first. Safe to use from many threads."""
 
-    OPENINGS = 16  # a turn with more of them within is not remembered: each costs a look-up
-
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice to six times that."""
         self.scrubber, self.limit = scrubber, limit
-        self.newer: dict[bytes, Turn | None] = {}  # None: the bytes are only the beginning of a turn
-        self.older: dict[bytes, Turn | None] = {}
+        self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
+        self.older: dict[bytes, Turn] = {}
         self.size = 0  # of `newer`
         self.prefixes: list[Prefix] = []  # of large bodies, the newest first
         self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
@@ -601,17 +599,18 @@ class Reader:
         """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list.
 
         The next turn is looked for by its opening, whose first quote stands in no text, where it would be escaped.
+        Without a comma before it, it stands within a turn.
         """
         bounds, at, wasted = [], 0, 0
         while True:
             bounds.append((len(turns), at))
-            end = data.find(opening, at + 1)
-            if end < 0:
-                end = len(data)
-            while (turn := self.recall(data, at, end)) is None:
-                end = data.index(opening, end + 1)
+            end, comma = at, 0
+            while not comma and end < len(data):
+                end = find_or_end(data, opening, end + 1)
+                comma = comma_before(data, end)
             first = not turns and not dialect.system
-            if turn and (first or turn.role != "system"):
+            turn = self.recall(data[at : end - comma], first) if comma else None
+            if turn is not None:
                 turns.append(turn)
                 at = end
                 continue
@@ -620,38 +619,29 @@ class Reader:
             wasted += decoded - len(raw)
             if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
                 raise Unreadable("not the usual spelling")
-            turns.append(self.turn(item, raw, opening, first))
+            turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
             if behind[1] == b"]":
                 return bounds, data[at:].decode()
 
-    def turn(self, item: Json, raw: bytes, opening: bytes, first: bool) -> Turn:
-        """A new turn, scrubbed and remembered; but what is cut out of a system text depends on those before it."""
+    def recall(self, raw: bytes, first: bool) -> Turn | None:
+        """The turn in these bytes, if it is known; but what is cut out of a system text depends on those before it."""
+        turn = self.newer.get(raw)
+        if turn is None and (turn := self.older.get(raw)) is not None:
+            self.keep(raw, turn)
+        return None if turn is None or (turn.role == "system" and not first) else turn
+
+    def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
+        """A new turn, scrubbed and remembered where recall() may find it."""
         turn = turn_of(item)
         turn.raw = raw
-        if turn.role == "system" and not first:
-            return turn
-        if turn.role in ("user", "system") and self.scrubber is not None:
-            turn.counts = self.scrubber.edit(turn, True)
-        if raw.count(opening, 1) <= self.OPENINGS:
+        if turn.role != "system" or first:
+            if turn.role in ("user", "system") and self.scrubber is not None:
+                turn.counts = self.scrubber.edit(turn, True)
             self.keep(raw, turn)
-            end = raw.find(opening, 1)
-            while end > 0:
-                self.keep(raw[: end - comma_before(raw, end)], None)
-                end = raw.find(opening, end + 1)
         return turn
 
-    def recall(self, data: bytes, at: int, end: int) -> Turn | None | Literal[False]:
-        """The turn in these bytes, behind which a comma must stand; None when they are only the beginning of one, False
-        when they are not known."""
-        comma = comma_before(data, end)
-        raw = data[at : end - comma]
-        turn: Turn | None | Literal[False] = self.newer.get(raw, False)
-        if turn is False and (turn := self.older.get(raw, False)) is not False:
-            self.keep(raw, turn)
-        return turn if turn is None or comma else False
-
-    def keep(self, raw: bytes, turn: Turn | None) -> None:
+    def keep(self, raw: bytes, turn: Turn) -> None:
         size = len(raw) + 1000
         if size > self.limit >> 1:
             return  # all others would have to go
@@ -696,6 +686,11 @@ class Reader:
         self.prefixes = prefixes
 
 
+def find_or_end(data: bytes, what: bytes, start: int) -> int:
+    found = data.find(what, start)
+    return found if found >= 0 else len(data)
+
+
 def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
     """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were decoded to find it.
     Raises ValueError, RecursionError."""
@@ -708,9 +703,7 @@ def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, by
         except json.JSONDecodeError:
             if end == len(data):
                 raise
-            end = data.find(opening, at + 2 * (end - at))  # that opening stood within; doubled, all tries cost little
-            if end < 0:
-                end = len(data)
+            end = find_or_end(data, opening, at + 2 * (end - at))  # doubled, all tries together cost little
             continue
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
