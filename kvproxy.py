@@ -504,7 +504,9 @@ def _hole(name: str) -> float:
 
 
 _parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
-LIST_START = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*(\{"\w+":)')
+LIST_START = {
+    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode()) for key in ("messages", "input")
+}
 ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
 
@@ -573,14 +575,13 @@ class Reader:
     def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body in the usual spelling: without line breaks, and each turn begins with the same member.
         Raises ValueError or RecursionError where that does not work out, or the body is not JSON."""
-        mark = b'"%s":' % dialect.turns.encode()
-        start = raw.find(mark) + len(mark)
-        opening = LIST_START.match(raw, start)
-        if opening is None:
+        found = LIST_START[dialect.turns].search(raw)
+        if found is None:
             raise Unreadable("not the usual spelling")
+        start, opening = found.start(1), found[2]
         turns, known = self.begin(raw, start, dialect)
-        place = known[-1][1] if known else opening.start(1)
-        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening[1], turns, dialect)
+        place = known[-1][1] if known else found.start(2)
+        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
         text = f"{raw[:start].decode()}-Infinity{after}"
         body = _parse_holed(text)
         if text.count("-Infinity") != 1 or not isinstance(body, dict) or body.get(dialect.turns) is not HOLE:
@@ -596,18 +597,11 @@ class Reader:
     # --- turn by turn -------------------------------------------------------------------------------------------------
 
     def read(self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect) -> tuple[Bounds, str]:
-        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list.
-
-        The next turn is looked for by its opening, whose first quote stands in no text, where it would be escaped.
-        Without a comma before it, it stands within a turn.
-        """
+        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list."""
         bounds, at, wasted = [], 0, 0
         while True:
             bounds.append((len(turns), at))
-            end, comma = at, 0
-            while not comma and end < len(data):
-                end = find_or_end(data, opening, end + 1)
-                comma = comma_before(data, end)
+            end, comma = next_item(data, opening, at)
             first = not turns and not dialect.system
             turn = self.recall(data[at : end - comma], first) if comma else None
             if turn is not None:
@@ -686,9 +680,15 @@ class Reader:
         self.prefixes = prefixes
 
 
-def find_or_end(data: bytes, what: bytes, start: int) -> int:
-    found = data.find(what, start)
-    return found if found >= 0 else len(data)
+def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
+    """Where the item behind the one at `at` may begin, and the length of the comma and space before it; else the end,
+    and 0. An opening's first quote stands in no text, where it would be escaped; but it may stand within an item."""
+    while (at := data.find(opening, at + 1)) >= 0:
+        if data[at - 2 : at] == b"},":
+            return at, 1
+        if data[at - 3 : at] == b"}, ":
+            return at, 2
+    return len(data), 0
 
 
 def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
@@ -703,18 +703,11 @@ def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, by
         except json.JSONDecodeError:
             if end == len(data):
                 raise
-            end = find_or_end(data, opening, at + 2 * (end - at))  # doubled, all tries together cost little
+            end, _ = next_item(data, opening, at + 2 * (end - at))  # doubled, all tries together cost little
             continue
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         return item, text[:length].encode(), decoded
-
-
-def comma_before(data: bytes, end: int) -> int:
-    """The length of the comma, and the space behind it, between an item that may end there and the next."""
-    if data[end - 1] not in b", ":
-        return 0
-    return 1 if data[end - 2 : end] == b"}," else 2 if data[end - 3 : end] == b"}, " else 0
 
 
 @dataclasses.dataclass
