@@ -665,18 +665,20 @@ class Reader:
         """Note the beginning of a body's list: up to its newest user turn, which may come in another form next time, and
         up to its last turn."""
         turns, last = view.turns, bounds[-1]
-        newest = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+        newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
         middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
         if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
             return
         if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
-            return  # see turn()
-        pieces = [(bytes(raw[start : middle[1]]), middle[0]), (bytes(raw[middle[1] : last[1]]), last[0])]
+            return  # see recall()
+        data = memoryview(raw)
+        pieces = [(bytes(data[start : middle[1]]), middle[0]), (bytes(data[middle[1] : last[1]]), last[0])]
         used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
         for other in self.prefixes[:7]:
-            used += sum(len(piece) for piece, _ in other.pieces)
-            if used <= self.limit and not raw.startswith(other.pieces[0][0], start):
-                prefixes.append(other)
+            if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
+                used += sum(len(piece) for piece, _ in other.pieces)
+                if used <= self.limit:
+                    prefixes.append(other)
         self.prefixes = prefixes
 
 
@@ -2918,12 +2920,7 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
-ERROR_KINDS = {
-    400: "invalid_request_error",
-    403: "permission_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
+ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
