@@ -63,7 +63,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import ssl
@@ -325,7 +325,6 @@ class Turn:
     item: Json | None
     found: list[Slot] | None = None  # slots(), remembered
     raw: bytes | None = None  # the item as JSON
-    kept: bool = False  # shared with later requests
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
     mark: tuple[str | None, int] | None = None  # for Replay: what it says, and its link in the chain
     told: str | None = None  # for the ledger: all that the server reads of it
@@ -434,10 +433,10 @@ class View:
         key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # NaN marks the place: parse() lets none through, and within a text the quotes before it would be escaped.
-        mark = b'"%s":NaN' % key.encode()
-        head, _, tail = dump({**self.body, key: HOLE}).partition(mark)
-        return b"".join((head, mark[:-3], b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
+        # The hole is unmistakable: parse() lets none through, and within a text the quotes before it would be escaped.
+        mark = b'"%s":' % key.encode()
+        head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
+        return b"".join((head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
 
 
 def turn_of(item: Json) -> Turn:
@@ -499,16 +498,20 @@ def _finite(text: str) -> float:
     return number
 
 
-HOLE = float("nan")  # stands in a body where its turns were; a client's own NaN is refused
+_STRICT: Json = {"object_pairs_hook": _pairs, "parse_float": _finite, "parse_constant": _finite}
+_parse_at = json.JSONDecoder(**_STRICT).raw_decode
+HOLE = float("-inf")  # stands in a body where its turns were, as -Infinity; a client's own is refused
 
 
 def _hole(name: str) -> float:
-    return HOLE if name == "NaN" else _finite(name)
+    return HOLE if name == "-Infinity" else _finite(name)
 
 
-_parse_at = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite).raw_decode
-_parse_holed = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_hole).decode
-SPACE = re.compile(r"[ \t\r\n]*")
+_parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
+LIST_START = {
+    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode()) for key in ("messages", "input")
+}
+ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
 
 
@@ -517,8 +520,7 @@ def parse(raw: bytes | bytearray) -> Json:
     if len(raw) > PARSE_LIMIT:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
-        text = raw.decode("utf-8")
-        body = json.loads(text, object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
+        body = json.loads(raw.decode("utf-8"), **_STRICT)
     except UnicodeDecodeError:
         raise Unreadable("not UTF-8") from None
     except RecursionError:
@@ -540,146 +542,178 @@ def dump(body: Any) -> bytes:
         raise Unreadable("nested too deeply") from None
 
 
+Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
+
+
 class Prefix(NamedTuple):
-    """The beginning of a body's list of turns; `early` holds the first of them, `late` the others."""
+    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its end."""
 
     dialect: Dialect
-    early: bytes
-    late: bytes
+    pieces: list[tuple[bytes, int]]
     turns: list[Turn]
-    early_turns: int
 
 
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
-    need be parsed, scrubbed and written only once. The least recently used go first."""
-
-    JOINS = 16  # how often an opening within a turn is taken for the next turn's before the body is parsed as a whole
+    need be parsed, scrubbed and written only once. The least recently used go first. Safe to use from many threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations; a turn takes twice to six times that."""
+        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice to six times that."""
         self.scrubber, self.limit = scrubber, limit
-        self.newer: dict[bytes, Turn | None] = {}  # None: the bytes are only the beginning of a turn
-        self.older: dict[bytes, Turn | None] = {}
-        self.size = 0
-        self.prefixes: list[Prefix] = []
+        self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
+        self.older: dict[bytes, Turn] = {}
+        self.size = 0  # of `newer`
+        self.prefixes: list[Prefix] = []  # of large bodies, the newest first
         self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, StopIteration, RecursionError):
-                body, turns = self.split(raw, dialect)
-                if (view := view_of(body, dialect)) is not None:
-                    view.turns = turns
-                    return view
+            with contextlib.suppress(ValueError, RecursionError):
+                return self.split(raw, dialect)
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> tuple[Json, list[Turn]]:
-        """A body without its turns, and these, told apart by the member that most clients begin them with: such a quote
-        stands in no text, where it would be escaped. Raises ValueError, StopIteration or RecursionError where that does
-        not work out, or the body is not JSON."""
-        mark, opening = b'"%s":' % dialect.turns.encode(), b'{"role":' if dialect.turns == "messages" else b'{"type":'
-        start = raw.find(mark)
-        turns, bounds = self.begin(raw, start, dialect)
-        place = bounds[-1][1] if bounds else start
-        first, *parts = bytes(memoryview(raw)[place:]).split(opening)
-        if first and (start < 0 or turns or first[len(mark) :].strip() != b"["):
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
+        """The view of a body in the usual spelling: without line breaks, and each turn begins with the same member.
+        Raises ValueError or RecursionError where that does not work out, or the body is not JSON."""
+        found = LIST_START[dialect.turns].search(raw)
+        if found is None:
             raise Unreadable("not the usual spelling")
-        left, tail, place = iter(parts), None, place + len(first)
-        while tail is None:
-            bounds.append((len(turns), place))
-            piece = opening + next(left)
-            while (turn := self.recall(piece)) is None:
-                piece += opening + next(left)
-            if turn and (turn.role != "system" or not (turns or dialect.system)):
-                turns.append(turn)
-                place += len(piece)
-                continue
-            text, at, joins = piece.decode(), 0, 0
-            while tail is None and at < len(text):
-                try:
-                    item, end = _parse_at(text, at)
-                except json.JSONDecodeError:  # the opening stood within a turn
-                    if joins == self.JOINS:
-                        raise
-                    if at == 0:
-                        self.keep(piece, None)
-                    more, joins = opening + next(left), joins + 1
-                    piece, text = piece + more, text + more.decode()
-                    continue
-                turns.append(self.turn(item, text[at:end].encode(), not (turns or dialect.system)))
-                at = SPACE.match(text, end).end()  # type: ignore[union-attr]
-                if text[at : at + 1] == "]":
-                    tail = text[at + 1 :]
-                elif text[at : at + 1] == ",":
-                    at = SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
-                else:
-                    raise Unreadable("not the usual spelling")
-            place += len(piece)
-        rest = tail + b"".join([opening + part for part in left]).decode()
-        holed = f"{raw[:start].decode()}{mark.decode()}NaN{rest}"
-        body = _parse_holed(holed)
-        if holed.count("NaN") != 1 or body.get(dialect.turns) is not HOLE:
+        start, opening = found.start(1), found[2]
+        turns, known = self.begin(raw, start, dialect)
+        place = known[-1][1] if known else found.start(2)
+        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
+        text = f"{raw[:start].decode()}-Infinity{after}"
+        body = _parse_holed(text)
+        if text.count("-Infinity") != 1 or not isinstance(body, dict) or body.get(dialect.turns) is not HOLE:
             raise Unreadable("not the usual spelling")
-        self.end(raw, start, dialect, turns, bounds)
-        return {**body, dialect.turns: []}, turns
-
-    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], list[tuple[int, int]]]:
-        """The turns that a body's list has in common with an earlier one, and bounds: (turns, bytes) up to there."""
-        for prefix in self.prefixes:
-            middle = start + len(prefix.early)
-            if prefix.dialect is dialect and raw.startswith(prefix.early, start):
-                if raw.startswith(prefix.late, middle):
-                    bounds = [(prefix.early_turns, middle), (len(prefix.turns), middle + len(prefix.late))]
-                    return prefix.turns[:], bounds
-                return prefix.turns[: prefix.early_turns], [(prefix.early_turns, middle)]
-        return [], []
-
-    def end(
-        self, raw: bytes | bytearray, start: int, dialect: Dialect, turns: list[Turn], bounds: list[tuple[int, int]]
-    ) -> None:
-        """Note the beginning of a large body: up to its newest user turn, which may come in another form next time, and
-        up to its last turn."""
-        if len(raw) < self.short or any(turn.role == "system" and not turn.kept for turn in turns):
-            return
-        newest = next((i for i in range(len(turns) - 1, -1, -1) if turns[i].role == "user"), 0)
-        count, middle = next((bound for bound in reversed(bounds) if bound[0] <= newest), bounds[0])
-        most, end = bounds[-1]
-        if bounds[1:2] == bounds[2:] and count == bounds[0][0]:
-            return  # nothing new
-        prefix = Prefix(dialect, bytes(raw[start:middle]), bytes(raw[middle:end]), turns[:most], count)
-        others = [other for other in self.prefixes if not raw.startswith(other.early, start)]
-        room = itertools.accumulate([end - start, *(len(other.early) + len(other.late) for other in others)])
-        self.prefixes = [one for one, used in zip([prefix, *others[:7]], room, strict=False) if used <= self.limit]
-
-    def turn(self, item: Any, raw: bytes, first: bool) -> Turn:
-        if not isinstance(item, dict):
+        view = view_of({**body, dialect.turns: []}, dialect)
+        if view is None:
             raise Unreadable("unknown shape")
+        view.turns = turns
+        if len(raw) >= self.short:
+            self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
+        return view
+
+    # --- turn by turn -------------------------------------------------------------------------------------------------
+
+    def read(self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect) -> tuple[Bounds, str]:
+        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list."""
+        bounds, at, wasted = [], 0, 0
+        while True:
+            bounds.append((len(turns), at))
+            end, comma = next_item(data, opening, at)
+            first = not turns and not dialect.system
+            turn = self.recall(data[at : end - comma], first) if comma else None
+            if turn is not None:
+                turns.append(turn)
+                at = end
+                continue
+            item, raw, decoded = parse_item(data, at, end, opening)
+            behind = ITEM_END.match(data, at + len(raw))
+            wasted += decoded - len(raw)
+            if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
+                raise Unreadable("not the usual spelling")
+            turns.append(self.recall(raw, first) or self.turn(item, raw, first))
+            at = behind.end()
+            if behind[1] == b"]":
+                return bounds, data[at:].decode()
+
+    def recall(self, raw: bytes, first: bool) -> Turn | None:
+        """The turn in these bytes, if it is known; but what is cut out of a system text depends on those before it."""
+        turn = self.newer.get(raw)
+        if turn is None and (turn := self.older.get(raw)) is not None:
+            self.keep(raw, turn)
+        return None if turn is None or (turn.role == "system" and not first) else turn
+
+    def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
+        """A new turn, scrubbed and remembered where recall() may find it."""
         turn = turn_of(item)
-        turn.raw, turn.kept = raw, turn.role != "system" or first
-        if turn.kept:  # what is cut out of another system text depends on those before it
+        turn.raw = raw
+        if turn.role != "system" or first:
             if turn.role in ("user", "system") and self.scrubber is not None:
                 turn.counts = self.scrubber.edit(turn, True)
             self.keep(raw, turn)
         return turn
 
-    def recall(self, piece: bytes) -> Turn | None | Literal[False]:
-        """The turn in these bytes, behind which a comma must stand; False when it is not known."""
-        raw = piece[:-1] if piece.endswith(b"},") else piece[:-2] if piece.endswith(b"}, ") else piece
-        turn: Turn | None | Literal[False] = self.newer.get(raw, False)
-        if turn is False and (turn := self.older.get(raw, False)) is not False:
-            self.keep(raw, turn)
-        return turn if turn is None or raw is not piece else False
-
-    def keep(self, raw: bytes, turn: Turn | None) -> None:
-        self.size += len(raw) + 1000
-        if self.size > self.limit:
+    def keep(self, raw: bytes, turn: Turn) -> None:
+        size = len(raw) + 1000
+        if size > self.limit >> 1:
+            return  # all others would have to go
+        if self.size + size > self.limit:
             self.older, self.newer, self.size = self.newer, {}, 0
+        self.size += size
         self.newer[raw] = turn
+
+    # --- the beginning of large bodies, as a whole --------------------------------------------------------------------
+
+    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], Bounds]:
+        """The turns that the list at `start` has in common with an earlier one, and the bounds of the pieces they came in."""
+        best: Bounds = []
+        turns: list[Turn] = []
+        for prefix in self.prefixes:
+            bounds, at = [], start
+            for piece, count in prefix.pieces if prefix.dialect is dialect else ():
+                if not raw.startswith(piece, at):
+                    break
+                at += len(piece)
+                bounds.append((count, at))
+            if bounds[-1:] > best[-1:]:
+                best, turns = bounds, prefix.turns[: bounds[-1][0]]
+        return turns, best
+
+    def end(self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds) -> None:
+        """Note the beginning of a body's list: up to its newest user turn, which may come in another form next time, and
+        up to its last turn."""
+        turns, last = view.turns, bounds[-1]
+        newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
+        middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
+        if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
+            return
+        if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
+            return  # see recall()
+        data = memoryview(raw)
+        pieces = [(bytes(data[start : middle[1]]), middle[0]), (bytes(data[middle[1] : last[1]]), last[0])]
+        used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
+        for other in self.prefixes[:7]:
+            if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
+                used += sum(len(piece) for piece, _ in other.pieces)
+                if used <= self.limit:
+                    prefixes.append(other)
+        self.prefixes = prefixes
+
+
+def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
+    """Where the item behind the one at `at` may begin, and the length of the comma and space before it; else the end,
+    and 0. An opening's first quote stands in no text, where it would be escaped; but it may stand within an item."""
+    while (at := data.find(opening, at + 1)) >= 0:
+        if data[at - 2 : at] == b"},":
+            return at, 1
+        if data[at - 3 : at] == b"}, ":
+            return at, 2
+    return len(data), 0
+
+
+def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
+    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were decoded to find it.
+    Raises ValueError, RecursionError."""
+    decoded = 0
+    while True:
+        text = data[at:end].decode()
+        decoded += end - at
+        try:
+            item, length = _parse_at(text, 0)
+        except json.JSONDecodeError:
+            if end == len(data):
+                raise
+            end, _ = next_item(data, opening, at + 2 * (end - at))  # doubled, all tries together cost little
+            continue
+        if not isinstance(item, dict):
+            raise Unreadable("unknown shape")
+        return item, text[:length].encode(), decoded
 
 
 @dataclasses.dataclass
@@ -2228,7 +2262,7 @@ REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model is working, and there is time to explain
 LINGER = 2.0  # seconds a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
-PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pump()
+PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
 PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
 LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
 TAP_BYTES = 65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
@@ -2324,9 +2358,7 @@ class Chunks:
     LINE = re.compile(SIZE.pattern + rb"\n")
 
     def __init__(self) -> None:
-        self.state = (
-            "size"  # the line that comes next (data: the empty one after a chunk), but for `left` bytes of data
-        )
+        self.state = "size"  # the line behind `left` bytes of data: size, data (the empty one after a chunk), trailer
         self.left, self.line = 0, b""
         self.done, self.trailers = False, 0
 
@@ -2751,14 +2783,7 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
-ERROR_KINDS = {
-    400: "invalid_request_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
@@ -3112,70 +3137,75 @@ class Relay(socketserver.BaseRequestHandler):
 
     def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
         """Send the client an answer's head and body. Raises Refused while nothing was sent, BrokenOff after that."""
-        wire, send, wait, recv = upstream.wire, self.wire.send, self.pair.wait, upstream.wire.sock.recv
-        timeout, old, left = self.proxy.config.read_timeout, exchange.request.old, response.length
+        send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
         if response.framing == "none" or (response.framing == "length" and not left):
             send(head)
             return
+        if not upstream.wire.buf:  # else it goes out with the first bytes of the body: one write, one packet
+            send(head)
+            head = b""
         chunks = Chunks() if response.framing == "chunked" else None
-        tap = exchange.tap
-        pending = head  # goes out with the first bytes of the body when those are here already: one write, one packet
-        done, hurried, due, looked, busy, clock = False, False, 0.0, 0.0, self.server.busy, time.monotonic
-        while not done:
-            if wire.buf:
-                data = wire.take()
-            else:
-                if pending:
-                    send(pending)
-                    pending = b""
-                # As network cards moderate interrupts: when the streams bring more pieces than one interpreter can
-                # pass on singly, each is read a little later, and then more at once. At a model's pace none waits.
-                if not hurried or due > looked + LOOK_SECONDS:
-                    if wait(timeout) == "timeout":
-                        raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                    looked = clock()
-                    hurried = looked < due
-                if hurried and (early := due - clock()) > 0:
-                    time.sleep(early)
-                try:
-                    data = recv(65536)
-                    due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
-                except AGAIN:
-                    hurried = False
-                    continue
-                except OSError as error:
-                    raise BrokenOff(f"the server's connection broke ({error})") from None
-                if not data and response.framing != "close":
-                    raise BrokenOff("the server closed the connection in the middle of its answer")
-            payload = data
+        for data in self.pieces(upstream, response):
+            used = len(data)
             if chunks is not None:
                 out: list[bytes] = []
                 try:
                     used = chunks.feed(data, out)
                 except BadHead as error:
                     why = f"the server's chunks cannot be read ({error})"
-                    if pending:
+                    if head:
                         raise Refused(502, f"The model server's answer cannot be passed on: {why}.") from None
                     raise BrokenOff(why) from None
                 payload, done = b"".join(out), chunks.done
-                if used < len(data):  # belongs to nobody: the connection will not be used again
-                    wire.buf += data[used:]
-                    data = data[:used]
-                if old:
-                    data = payload
+                passed = payload if old else data[:used]
             elif response.framing == "length":
-                wire.buf += data[left:]
-                payload = data = data[:left]
-                left -= len(data)
+                used = min(used, left)
+                left -= used
+                payload = passed = data[:used]
                 done = not left
             else:
-                done = not data
-                if not old:
-                    data = b"%x\r\n%s\r\n" % (len(data), data)  # without data: the last chunk
+                payload, done = data, not data
+                passed = data if old else b"%x\r\n%s\r\n" % (used, data)  # without data: the last chunk
+            if used < len(data):  # belongs to nobody: the connection will not be used again
+                upstream.wire.buf += data[used:]
             if tap is not None:
                 tap.add(payload)
-            send(pending + data if pending else data)
-            pending = b""
+            send(head + passed if head else passed)
+            head = b""
+            if done:
+                return
+
+    def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
+        """An answer's body as the server sends it; b'' at its end if only that tells. Raises BrokenOff, ClientGone.
+
+        As network cards moderate interrupts: when the streams bring more pieces than one interpreter can pass on singly,
+        each is read a little later, and then more at once. At a model's pace none waits. Nor does TLS, where each piece
+        is a record that must be read by itself.
+        """
+        wait, recv, busy, clock = self.pair.wait, upstream.wire.sock.recv, self.server.busy, time.monotonic
+        timeout, tls = self.proxy.config.read_timeout, self.pair.tls
+        hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
+        if upstream.wire.buf:
+            yield upstream.wire.take()
+        while True:
+            if not hurried or due > looked + LOOK_SECONDS:
+                if wait(timeout) == "timeout":
+                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
+                looked = clock()
+                hurried = looked < due and not tls
+            if hurried and (early := due - clock()) > 0:
+                time.sleep(early)
+            try:
+                data = recv(65536)
+            except AGAIN:
+                hurried = False
+                continue
+            except OSError as error:
+                raise BrokenOff(f"the server's connection broke ({error})") from None
+            if not data and response.framing != "close":
+                raise BrokenOff("the server closed the connection in the middle of its answer")
+            due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
+            yield data
 
 
 class Exchange:

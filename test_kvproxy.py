@@ -3403,7 +3403,7 @@ def test_replay_long_memos_are_bounded() -> None:
         cuts = max(cuts, sum(map(len, desk.replay.lifts)))
         for memo in (desk.reader.newer, desk.reader.older):
             assert sum(map(len, memo)) <= desk.reader.limit == 1 << 17
-        assert sum(len(prefix.early) + len(prefix.late) for prefix in desk.reader.prefixes) <= 1 << 17
+        assert sum(len(piece) for prefix in desk.reader.prefixes for piece, _ in prefix.pieces) <= 1 << 17
     assert 0 < cuts <= 1 << 16 and desk.reader.newer and desk.reader.older and desk.reader.prefixes
 
 
@@ -3430,6 +3430,15 @@ READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks
     "list in a list": ("chat", '{"messages":[[{"role":"user","content":"a"},{"role":"user","content":"b"}]]}'),
     "late system": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"system","content":"b"},{"role":"system",'
                     '"content":"b"},{"role":"user","content":"c"}]}')),
+    "list before": ("messages", ('{"tools":[{"input_schema":{"properties":{"messages":{"type":"array"},"role":{}}}}],"messages":['
+                    '{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}')),
+    "list around": ("chat", '[{"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]}]'),
+    "other space": ("chat", '{"messages":\x0b[\x0c{"role":"user","content":"a"},{"role":"user","content":"b"}]}'),
+    "content first": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":[{"type":"text","text":"b"}],"role":'
+                      '"assistant"},{"content":"c","role":"user"},{"content":"d","role":"user"}],"tools":[]}')),
+    "many parts": ("responses", ('{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"a"},{"type":'
+                   '"input_text","text":"b"},{"type":"input_text","text":"c"}]},{"type":"message","role":"user","content":'
+                   '[{"type":"input_text","text":"a"},{"type":"input_text","text":"b"}],"x":1}],"tools":[]}')),
     "no object": ("chat", '{"messages":[{"role":"user","content":"a"},7,{"role":"user","content":"b"}]}'),
     "same twice": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"user","content":"a"},{"role":"user",'
                    '"content":"a"}],"n":2}')),
@@ -3497,7 +3506,7 @@ def test_reader_agrees_with_a_parse_of_the_whole(case: str, short: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in READER_BODIES if not case.startswith(("NaN", "twice", "list", "no "))]
+    "case", [case for case in READER_BODIES if not case.startswith(("NaN", "twice", "list", "no ", "other"))]
 )
 def test_reader_random_appends(case: str) -> None:
     """Bodies that grow, shrink and change in their middle, as clients' do, and each of the dialects in between."""
@@ -3537,6 +3546,82 @@ def test_reader_shares_turns_that_system_first_moves_text_into(roles: tuple[str,
     assert (
         sent[-1] == sent[-2] == RpDesk().send("chat", {"model": "m", "messages": rp_items("chat", turns)})["messages"]
     )
+
+
+def test_reader_bytes_between_a_known_beginning_and_a_turn() -> None:
+    reader = kvproxy.Reader(None, 1 << 20)
+    reader.short = 0
+    assert read_both(reader, "chat", b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}')
+    for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",['):
+        assert not read_both(reader, "chat", b'{"messages":[' + middle + b'{"role":"user","content":"b"}]}')
+
+
+def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = [0]
+    real = kvproxy._parse_at
+    monkeypatch.setattr(kvproxy, "_parse_at", lambda text, at: (parsed.append(len(text)), real(text, at))[1])
+    front = ",".join(["[1]"] * 50_000)
+    for inner in (
+        '{"role":"x"},5',
+        '{"role":"x"}',
+        '{"role":{"role":[{"role":{}}]}}',
+        '{"role":"' + "x" * 5000 + '"},5',
+    ):
+        for number in (3, 20, 200):
+            text = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
+            reader = kvproxy.Reader(None, 1 << 20)
+            for _ in range(3):
+                parsed.clear()
+                assert read_both(reader, "chat", f'{{"messages":[{text},{{"role":"user","content":"b"}}]}}'.encode())
+                assert sum(parsed) < 8 * len(text)
+
+
+def test_reader_holds_no_turn_that_would_push_out_all_others() -> None:
+    reader = kvproxy.Reader(None, 1 << 17)
+    for number in range(20):
+        turns = [{"role": "user", "content": f"{number}" + "a" * size} for size in (1 << 17, 10, 1 << 15, 1 << 18)]
+        assert read_both(reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode())
+        for memo in (reader.newer, reader.older):
+            assert sum(map(len, memo)) <= 1 << 17
+        held = [*reader.newer.values(), *reader.older.values()]
+        assert any(turn and turn.text() == f"{number}" + "a" * 10 for turn in held)
+
+
+def test_reader_a_body_longer_than_the_memory_leaves_the_others_prefixes() -> None:
+    reader = kvproxy.Reader(None, 1 << 17)
+    for size in (70_000, 200_000):
+        turns = [{"role": "user", "content": f"{size}" + "a" * size}, {"role": "user", "content": "b"}]
+        assert read_both(reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode())
+    assert len(reader.prefixes) == 1
+
+
+@pytest.mark.parametrize("short", [0, 1 << 20], ids=["as a whole", "turn by turn"])
+@pytest.mark.parametrize("case", ["chat", "chat spaced", "many parts", "responses", "content first", "list before"])
+def test_reader_knows_turns_whatever_stands_around(monkeypatch: pytest.MonkeyPatch, case: str, short: int) -> None:
+    dialect, text = READER_BODIES[case]
+    body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
+    body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
+    reader, parsed = kvproxy.Reader(None, 1 << 20), list[RpJson]()
+    reader.short = short
+    real = kvproxy._parse_at
+
+    def watching(text: str, at: int) -> tuple[Any, int]:
+        found = real(text, at)
+        parsed.append(found[0])
+        return found
+
+    monkeypatch.setattr(kvproxy, "_parse_at", watching)
+    monkeypatch.setattr(kvproxy, "parse", lambda raw: pytest.fail("parsed as a whole"))
+    before: list[kvproxy.Turn] = []
+    for number in range(3):
+        parsed.clear()
+        turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+        assert all(turn is known for turn, known in zip(turns, before, strict=False))
+        if number and dialect != "responses":  # a turn of many parts must be parsed to see its end
+            assert parsed == body[row.turns][-1:]
+        before = turns
+        if number == 0:
+            body[row.turns].append({**body[row.turns][-1], "name": "new"})
 
 
 def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -8212,6 +8297,27 @@ def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
             b"data: [DONE]\n\n"
         )
     assert made.server.connections <= 3
+
+
+def test_relay_tls_fast_stream_waits_for_nothing(
+    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each event is a record, which is read by itself: a pause before each would only slow the stream down."""
+    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.3)
+    sent = [f"<{number}>".encode() for number in range(40)]
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        for word in sent:
+            link.event(word)
+        link.finish()
+
+    made = relay_tls(script)
+    begun = time.monotonic()
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert re.findall(b"<[0-9]+>", answer.body) == sent
+    assert time.monotonic() - begun < 6
 
 
 @pytest.mark.parametrize("phase", ["before the head", "between events"])
