@@ -55,11 +55,17 @@ HEADS = (
     b"GET http://a/b?c HTTP/1.0\r\nX: y\r\n\r\n",
 )
 SEEDS = {
-    "edit": [json.dumps(body, ensure_ascii=bool(number % 2)).encode() for number, body in enumerate(BODIES)],
+    "edit": [
+        json.dumps(body, ensure_ascii=tight, separators=(",", ":") if tight else None).encode()
+        for body in BODIES
+        for tight in (True, False)
+    ],
     "inspect": [*LOG, *(json.dumps({"path": "/v1/messages", "body": body}).encode() for body in BODIES)],
     "http": list(HEADS),
 }
-MEMORY = kvproxy.Replay(kvproxy.Config())
+MEMORY, SCRUBBER = kvproxy.Replay(kvproxy.Config()), kvproxy.Scrubber(kvproxy.Config())
+BODIES_READER = kvproxy.Reader(SCRUBBER, 1 << 20)
+BODIES_READER.short = 0
 READER = kvproxy.LogReader(kvproxy.Config())
 
 
@@ -74,17 +80,17 @@ def edit(data: bytes) -> None:
     """A body through parse, scrub, lift and replay, in every dialect."""
     for dialect in set(kvproxy.DIALECTS.values()):
         try:
-            view = kvproxy.view_of(kvproxy.parse(data), dialect)
+            view = BODIES_READER.view(data, dialect)
         except kvproxy.Unreadable:
-            return
-        if view is None:
             continue
+        fresh = kvproxy.view_of(kvproxy.parse(data), dialect)
+        assert fresh is not None and [turn.role for turn in fresh.turns] == [turn.role for turn in view.turns]
         kept = [text for turn in view.turns if turn.role in ("assistant", "tool") for text in strings(turn.item)]
         report = kvproxy.Report()
-        kvproxy.Scrubber(kvproxy.Config()).apply(view, report)
+        SCRUBBER.apply(view, report)
         if dialect.edited:
             MEMORY.apply(view, kvproxy.lift(view, MEMORY), report)
-        text = kvproxy.dump(view.body)
+        text = view.dump()
         found = set(strings(json.loads(text)))
         assert all(piece in found for piece in kept), "an answer or a result lost its words"
 
