@@ -1260,16 +1260,16 @@ def digest(*parts: str | bytes) -> bytes:
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Unit:
     """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands for the head."""
 
-    turn: Turn
-    said: str
-    key: int
-    carriers: list[Turn] = dataclasses.field(default_factory=list)
-    version: Version | None = None  # as it was forwarded before
-    dressed: bool = False  # by us: text was set down in it
+    __slots__ = ("carriers", "dressed", "key", "said", "turn", "version")
+
+    def __init__(self, turn: Turn, said: str, key: int) -> None:
+        self.turn, self.said, self.key = turn, said, key
+        self.carriers: list[Turn] = []
+        self.version: Version | None = None  # as it was forwarded before
+        self.dressed = False  # by us: text was set down in it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -1417,7 +1417,11 @@ class Replay:
 
     def units(self, view: View) -> list[Unit]:
         """The head, and the turns behind the system prompt, as units with chained keys."""
-        key = int.from_bytes(digest(view.dialect.name, *(turn.text() for turn in view.system())), "big")
+        for turn in view.system():  # not by hash(): a conversation's name is the same in every process
+            if turn.mark is None:
+                turn.mark = None, int.from_bytes(digest(turn.text()), "big")
+        marks = [str(turn.mark) for turn in view.system()]
+        key = int.from_bytes(digest(view.dialect.name, *marks), "big")
         units = [Unit(Turn("head", {}, "", None), "", key)]
         for turn in view.turns[view.leading() :]:
             if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
@@ -1446,7 +1450,7 @@ class Replay:
         """
         units = self.units(view)
         trace = Trace(self.conversation(view, units))
-        last = max((i for i, unit in enumerate(units) if unit.turn.role == "assistant"), default=0)
+        last = next((i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0)
         with self.store.lock:
             self.tools(view, trace.conversation, last > 0, report, learn)
             self.history(units, last, learn)
@@ -1678,6 +1682,8 @@ def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
     """
     newest: dict[str, str] = {}
     for index, unit in enumerate(units):
+        if not unit.carriers:
+            continue
         kept = []
         for carrier in unit.carriers:
             kind, text = carried(carrier)
