@@ -129,7 +129,12 @@ class Config:
     replay_regex: tuple[str, ...] = setting(
         (), "text in user turns that comes and goes between requests; more: REPLAY_REGEX_2, _3, ...", kind="regex"
     )
-    replay_mb: int = setting(64, "memory for replay in MB; the least recently used goes first", low=1, high=65536)
+    replay_mb: int = setting(
+        64,
+        "memory for replay in MB, and about as much again for turns read before; the least recently used goes first",
+        low=1,
+        high=65536,
+    )
     ledger_mb: int = setting(64, "memory for the prompts that explain compares with, in MB", low=1, high=65536)
     keep_requests: int = setting(50, "requests kept for the status page, with their bodies", low=0, high=10000)
     warn_reuse: float = setting(0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1)
@@ -494,7 +499,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Json:
 def _finite(text: str) -> float:
     number = float(text)
     if not abs(number) < float("inf"):  # NaN neither
-        raise Unreadable(f"{text[:20]} is no finite number")
+        raise Unreadable(f"no finite number ({text[:20]})")
     return number
 
 
