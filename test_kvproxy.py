@@ -1953,7 +1953,7 @@ def test_scrub_nested_bodies(scrub_wire: Rig, opener: str, closer: str, depth: i
 
 
 def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
-    """Past the size up to which a whole body is parsed before it is sent."""
+    """A large body that turns out to be bad at its end."""
     story = "".join(
         f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},' for n in range(9)
     )
@@ -1963,7 +1963,7 @@ def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
         raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
         seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
         assert seen.body == raw
-        assert "forwarded as it came: not " in line or "forwarded as it came: NaN" in line
+        assert re.search("forwarded as it came: (not |no finite number)", line)
 
 
 @pytest.mark.parametrize(
