@@ -1268,13 +1268,13 @@ def digest(*parts: str | bytes) -> bytes:
 class Unit:
     """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands for the head."""
 
-    __slots__ = ("carriers", "dressed", "key", "said", "turn", "version")
+    __slots__ = ("carriers", "changed", "key", "said", "turn", "version")
 
     def __init__(self, turn: Turn, said: str, key: int) -> None:
         self.turn, self.said, self.key = turn, said, key
         self.carriers: list[Turn] = []
         self.version: Version | None = None  # as it was forwarded before
-        self.dressed = False  # by us: text was set down in it
+        self.changed = False  # by us: text was set down in it, or a carrier dropped
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -1301,7 +1301,11 @@ class Version:
         return 1200 + 3 * sum(len(turn.json()) for turn in [self.own, *self.carriers] if turn)
 
     def expect(self, answer: int | str) -> None:
-        self.answers = [*self.answers[-15:], answer]
+        """Wait for an answer; of keys and of beginnings the last eight are kept."""
+        alike = [one for one in self.answers if isinstance(one, type(answer))]
+        if len(alike) > 7:
+            self.answers.remove(alike[0])
+        self.answers.append(answer)
 
     def goes_on(self, answer: Unit, strict: bool) -> bool | None:
         """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
@@ -1521,7 +1525,7 @@ class Replay:
         report.lifted += len(moved)
         if due or moved:
             turn = units[taker].turn = units[taker].turn.own()
-            units[taker].dressed = True
+            units[taker].changed = True
             text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved])
             slots = turn.slots()
             if slots:
@@ -1532,12 +1536,14 @@ class Replay:
         return moved
 
     def learn(self, units: list[Unit], last: int) -> list[Version]:
-        """Remember the units after the last answer, and one that was dressed before it, as they are forwarded now."""
+        """Remember the units after the last answer, and one that was dressed before it, as they are forwarded now; but of
+        tool results only those that have or had carriers, and the last one, whose answer tells the conversation."""
         parent = 0
         newest: list[Version] = []  # the one that the answer will tell
         for index, unit in enumerate(units):
             turn = unit.turn
-            if (index >= last or unit.dressed) and (unit.carriers or turn.role not in ("head", "reasoning")):
+            ends = turn.role == "user" or (index == len(units) - 1 and turn.role not in ("head", "reasoning"))
+            if (index >= last and (ends or unit.carriers)) or unit.changed:
                 dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
                 carriers = [stored(carrier) for carrier in unit.carriers]
                 version = Version(stored(turn) if dressed else None, carriers, parent, next(self.serials))
@@ -1581,16 +1587,19 @@ class Replay:
         except ValueError:
             raise Unreadable("nested too deeply") from None
         talk = digest(b"talk", conversation)
-        order: list[bytes] | None = store.get(listing)  # of a list that needed no change
-        if order is None:
+        wanted, *order = store.get(listing) or [b""]  # of a list that needed no change
+        if order:
+            for key in (wanted, *order):
+                store.get(key)  # they are in use
+        else:
             names = [digest(_sorted_json(bare(tool))) for tool in tools]
             if len(set(names)) != len(names):
                 return
             forms = [json.dumps(bare(tool)) for tool in tools]
             first = {name: store.get(name) or form for name, form in zip(names, forms, strict=True)}
             wanted = digest(b"set", *sorted(names))
-            order = store.get(wanted)
-            if order is None:
+            order = store.get(wanted) or []
+            if not order:
                 before = (store.get(talk) if follows else None) or []
                 added = [name for name in names if name not in before]
                 order = before + added if set(before) <= set(names) else names
@@ -1598,7 +1607,7 @@ class Replay:
                 view.body["tools"] = [json.loads(first[name]) for name in order]
                 report.tools_restored += 1
             elif learn:
-                store.put(listing, order, 200 + 40 * len(order))
+                store.put(listing, [wanted, *order], 200 + 40 * len(order))
             if learn:
                 for name, form in first.items():
                     if store.get(name) is None:
@@ -1696,6 +1705,7 @@ def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
                 kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
             if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
                 report.dropped += 1
+                unit.changed = True
             else:
                 newest[kind] = text
                 kept.append(carrier)

@@ -3409,6 +3409,42 @@ def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
     assert step("busy")
 
 
+def test_replay_tools_in_use_outlive_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a list that came before in the same bytes needs no look at its tools."""
+    desk = RpDesk(replay_mb=1)
+    desk.check_shared = lambda: None  # type: ignore[method-assign] - it would take most of the time
+    tools = [rp_tool(name) for name in ("read", "write", "run")]
+    for number in range(300):
+        turns: list[RpTurn] = [("user", f"<system-reminder>{number} {'x' * 4000}</system-reminder>\n\nq{number}")]
+        desk.send("chat", rp_body("chat", turns, tools=tools))
+    assert desk.replay.store.size > desk.replay.store.limit * 0.9
+    turned = [rp_tool(name, turned=True) for name in ("run", "read", "write")]
+    sent = desk.send("chat", rp_body("chat", [("user", "new")], tools=turned))
+    assert json.dumps(sent["tools"]) == json.dumps(tools)
+
+
+def test_replay_keeps_results_of_tools_only_where_something_stands_behind_them() -> None:
+    """They are never replaced; what they take would push out what is needed."""
+    desk = RpDesk()
+    turns: list[RpTurn] = [("user", rp_block("1") + "look")]
+    desk.send("chat", rp_body("chat", turns))
+    for step in range(5):
+        before = len(desk.replay.store.entries)
+        ids = [f"{step}-{number}" for number in range(4)]
+        turns += [("calls", ids), ("results", ids)]
+        desk.send("chat", rp_body("chat", turns))
+        assert len(desk.replay.store.entries) <= before + 1
+
+
+def test_replay_claims_are_not_pushed_out_by_answers_that_nobody_went_on_from() -> None:
+    version = kvproxy.Version(None, [], 0, 1)
+    version.expect(7)
+    for number in range(30):
+        version.expect(f"answer {number}")
+        version.expect("")
+    assert 7 in version.answers and len(version.answers) == 9 and version.answers[-2:] == ["answer 29", ""]
+
+
 def test_replay_long_memos_are_bounded() -> None:
     """What is remembered of system prompts and texts to save time stays within the limit, too."""
     desk, cuts = RpDesk(replay_mb=1), 0
