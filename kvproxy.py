@@ -131,7 +131,7 @@ class Config:
     )
     replay_mb: int = setting(
         64,
-        "memory for replay in MB, and about as much again for turns read before; the least recently used goes first",
+        "memory for replay in MB, and one to three times that for turns read before; the least recently used goes first",
         low=1,
         high=65536,
     )
