@@ -157,9 +157,12 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check(item, item.name.upper(), getattr(self, item.name))
-        url, host = urllib.parse.urlsplit(self.backend_url), self.listen_host
-        ours = is_loopback(url.hostname or "") if host in ("0.0.0.0", "::") else url.hostname == host
-        if ours and url.port == self.listen_port:  # each request would come back until MAX_CONNECTIONS is reached
+        url = urllib.parse.urlsplit(self.backend_url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        hosts = {url.hostname or "", self.listen_host.lower()}
+        vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
+        ours = len(hosts) == 1 or (vague and all(host in vague or is_loopback(host) for host in hosts))
+        if ours and port == self.listen_port:  # each request would come back until MAX_CONNECTIONS is reached
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT")
 
     @classmethod
@@ -311,7 +314,7 @@ class Slot(NamedTuple):
 
     def set(self, text: str) -> None:
         self.holder[self.key] = text
-        self.turn.raw = None
+        self.turn.changed()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -328,7 +331,7 @@ class Turn:
     holder: Json
     key: str
     item: Json | None
-    found: list[Slot] | None = None  # slots(), remembered
+    found: list[Slot] | None = None  # slots()
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
     mark: tuple[str | None, int] | None = None  # for Replay: what it says, and its link in the chain
@@ -343,9 +346,14 @@ class Turn:
             item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
         return Turn(self.role, item, self.key, item)
 
+    def changed(self) -> None:
+        """Forget what was found out about it."""
+        self.found = self.raw = self.mark = self.told = None
+
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
-        self.holder[self.key], self.found, self.raw = content, None, None
+        self.holder[self.key] = content
+        self.changed()
 
     def json(self) -> bytes:
         """The item as JSON: as it came, if nobody changed it."""
@@ -503,7 +511,8 @@ def _finite(text: str) -> float:
     return number
 
 
-_STRICT: Json = {"object_pairs_hook": _pairs, "parse_float": _finite, "parse_constant": _finite}
+_FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
+_STRICT: Json = {"object_pairs_hook": _pairs, **_FINITE}
 _parse_at = json.JSONDecoder(**_STRICT).raw_decode
 HOLE = float("-inf")  # stands in a body where its turns were, as -Infinity; a client's own is refused
 
@@ -540,11 +549,8 @@ def parse(raw: bytes | bytearray) -> Json:
 
 
 def dump(body: Any) -> bytes:
-    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises Unreadable when too deep."""
-    try:
-        return json.dumps(body, separators=(",", ":")).encode("ascii")
-    except RecursionError:
-        raise Unreadable("nested too deeply") from None
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises RecursionError."""
+    return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
@@ -989,7 +995,7 @@ class Scrubber:
         if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
             for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
                 del turn.item[key]
-                turn.raw = None
+                turn.changed()
                 counts.append(("msg_ids_removed", 1))
         return counts
 
@@ -1429,8 +1435,7 @@ class Replay:
         for turn in view.system():  # not by hash(): a conversation's name is the same in every process
             if turn.mark is None:
                 turn.mark = None, int.from_bytes(digest(turn.text()), "big")
-        marks = [str(turn.mark) for turn in view.system()]
-        key = int.from_bytes(digest(view.dialect.name, *marks), "big")
+        key = int.from_bytes(digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big")
         units = [Unit(Turn("head", {}, "", None), "", key)]
         for turn in view.turns[view.leading() :]:
             if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
@@ -2461,7 +2466,7 @@ def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
 class Wire:
     """A connected socket and the bytes read ahead from it.
 
-    The socket does not block: callers wait with poll() first. A time-out on it would cost a second poll in every call,
+    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll in every call,
     and with many threads each call that lets go of the interpreter's lock may cost a switch. TLS would wait for whole
     records (its session tickets are no answer), and nobody would watch the client.
     """
@@ -3558,6 +3563,8 @@ class Proxy:
             self.edit(exchange, raw)
         except Unreadable as error:
             exchange.report, exchange.view = Report(note=str(error)), None
+        except RecursionError:  # what was parsed may be too deep for what comes after it
+            exchange.report, exchange.view = Report(note="nested too deeply"), None
         except Exception:
             exchange.report, exchange.view = Report(note="internal error"), None
             self.log.exception("a body could not be edited and was forwarded as it came")
@@ -3768,10 +3775,11 @@ class Metrics:
             return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
         return ""
 
-    def cause(self) -> str:
-        """The most frequent reason why the requests of the window were not reused."""
+    def cause(self, *spared: str) -> str:
+        """The most frequent reason why the requests of the window were not reused; `spared` verdicts are none."""
         names = [name for _, _, name in self.window]
-        name, count = collections.Counter([name for name in names if name != "extended"] or names).most_common(1)[0]
+        faults = [name for name in names if name not in ("extended", *spared)]
+        name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
@@ -4265,7 +4273,7 @@ class Pages:
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
         example = next((f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), "")
-        hint = f"{hint} {metrics.cause().capitalize()}.{example}"
+        hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
     def facts(self) -> str:
@@ -4669,7 +4677,7 @@ class LogReader:
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for anything that is neither a capture's nor a log's line."""
         try:
-            row = members(json.loads(raw)) if raw.lstrip()[:1] == b"{" else {}
+            row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
             return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []

@@ -571,7 +571,13 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
         ("localhost", "http://LOCALHOST:1234", True),
         ("0.0.0.0", "http://localhost:1234", True),
         ("::", "http://[::1]:1234", True),
+        ("127.0.0.1", "http://localhost:1234", True),
+        ("localhost", "http://127.0.0.1:1234", True),
+        ("::1", "http://localhost:1234/v1", True),
+        ("127.0.0.1", "http://0.0.0.0:1234", True),
+        ("LocalHost", "http://[::1]:1234", True),
         ("127.0.0.1", "http://127.0.0.1:1235", False),
+        ("127.0.0.1", "http://127.0.0.2:1234", False),
         ("127.0.0.1", "http://192.168.1.5:1234", False),
         ("0.0.0.0", "http://gpu-box:1234", False),
         ("192.168.1.5", "http://127.0.0.1:1234", False),
@@ -585,6 +591,12 @@ def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None
     except kvproxy.ConfigError as error:
         told = str(error)
     assert bool(told) is own and (not own or (told.startswith(f"BACKEND_URL={url!r}") and "LISTEN_PORT" in told))
+
+
+@pytest.mark.parametrize(("port", "url"), [("80", "http://localhost"), ("443", "https://127.0.0.1/v1")])
+def test_scrub_own_address_with_the_port_left_out(port: str, url: str) -> None:
+    with pytest.raises(kvproxy.ConfigError, match="own address"):
+        Config.from_env({"LISTEN_PORT": port, "BACKEND_URL": url})
 
 
 def test_scrub_table_tells_every_setting() -> None:
@@ -1965,6 +1977,30 @@ def test_scrub_nested_bodies(scrub_wire: Rig, opener: str, closer: str, depth: i
             assert depth * len(closer) > 500 and seen.body == raw
         else:
             assert seen.body == raw.replace(STAMP.encode(), b"")
+
+
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
+def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
+    """Where parsing just succeeds, what comes after it may go one level too deep."""
+    proxy = Proxy(Config(log_level="error"))
+    proxy.log.addHandler(log := LogLines())
+    head = kvproxy.parse_request(b"POST /v1/messages HTTP/1.1", [b"Host: a"])
+    hello = f"{STAMP}hello"
+    for depth in range(300, 1100):
+        deep = opener * depth + "1" + closer * depth
+        for content in (
+            f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
+            f'[{{"type":"tool_result","content":{deep}}}]',
+        ):
+            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
+            exchange.received = (
+                f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            )
+            proxy.prepare(exchange)
+            proxy.quiet(exchange)
+            assert exchange.report.note in ("", "nested too deeply")
+            assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
+    assert log.lines == []
 
 
 def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
@@ -3675,6 +3711,26 @@ def test_reader_knows_turns_whatever_stands_around(monkeypatch: pytest.MonkeyPat
             body[row.turns].append({**body[row.turns][-1], "name": "new"})
 
 
+def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
+    replay = kvproxy.Replay(Config())
+
+    def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
+        view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
+        return turn.json(), replay.link(turn), kvproxy.segments_of(view)[0].text, turn.text()
+
+    for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
+        turn = kvproxy.turn_of({"role": "user", "content": content, "message_id": "7"})
+        turns = [known(turn)]
+        turn.slots()[0].set("b")
+        turns.append(known(turn))
+        assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
+        turn.refit([{"type": "text", "text": "c"}])
+        turns.append(known(turn))
+        assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
+        kvproxy.Scrubber(Config()).edit(turn, True)
+        assert known(turn) == known(kvproxy.turn_of(json.loads(turn.json()))) and b"message_id" not in turn.json()
+
+
 def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     real = kvproxy._parse_at
@@ -5359,6 +5415,18 @@ def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
     )
 
 
+def test_explain_page_does_not_blame_first_prompts(rig: Any) -> None:
+    """They are not in the rate that it shows."""
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
+    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
+    ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
+    verdicts = [name for _, _, name in one.proxy.metrics.window]
+    assert verdicts.count("cold") > verdicts.count("rewritten") == 3
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert "Most often (3 of 10): rewritten, " in text
+
+
 def test_explain_requests(rig: Any) -> None:
     one = rig(ex_scripted((10, 90, 12.0)))
     raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
@@ -5880,6 +5948,32 @@ def test_explain_inspect_says_what_kvproxy_cures() -> None:
     assert findings[0]["advice"].startswith("kvproxy cures this")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
+    """What was found out about a prompt as captured does not count for the prompt as kvproxy sends it."""
+    bodies: list[ExJson] = []
+    turns: list[ExJson] = []
+    for day in range(5):
+        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG}"
+        turns = [*turns, {"role": "user", "content": f"question {day}"}]
+        leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
+        name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
+        beside = {name: system} if name else {}
+        bodies.append({**beside, "input" if path.endswith("responses") else "messages": [*leading, *turns]})
+        turns.append({"role": "assistant", "content": f"answer {day}"})
+    _, findings = ex_rows_of(ex_captured(*bodies, path=path))
+    assert [(found["requests"], found["cured"]) for found in findings] == [(4, 4)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_explain_inspect_numbers_that_are_none(number: str) -> None:
+    """Such a line is nobody's, and what comes out is JSON to every reader."""
+    lines = ex_captured(ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}).replace("0.25", number)
+    code, out, _ = ex_inspect(lines + ex_captured(ex_chat("hi", "ok", "x")), "--json")
+    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["requests"]
+    assert code == 0 and [row["what"] for row in rows] == ["cold"]
+
+
 def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
     """What the server reported counts, also against what the text suggests; losses have their causes."""
     path = tmp_path / "capture.jsonl"
@@ -6393,6 +6487,7 @@ RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
+RELAY_POST = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
 RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -6413,6 +6508,20 @@ def relay_says(*pieces: bytes, end: str = "keep") -> Script:
         link.send(*pieces)
         if end != "keep":
             relay_leave(link.sock, end)
+
+    return script
+
+
+def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
+    """A server that sends so much of a stream (nothing, not even a head, without events) and waits for the end."""
+
+    def script(link: Link, seen: Seen) -> None:
+        if events:
+            link.stream()
+        for event in events:
+            link.event(event)
+        assert link.ended()
+        ended.set()
 
     return script
 
@@ -7014,7 +7123,7 @@ def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig])
     made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
     split = made.raw(b"\r")
     assert split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"/split"
-    post = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+    post = RELAY_POST
     small = RELAY_PLAIN_POST + b"Content-Length: 3\r\n\r\nabc"
     chunked = RELAY_PLAIN_POST + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"de", b"f")
     peer = made.raw(post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n")
@@ -7036,7 +7145,7 @@ def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -
         link.finish()
 
     made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer = made.raw(RELAY_POST)
     peer.until(b"one")
     peer.send(b"GET /next HT")
     burnt = time.process_time()
@@ -7255,12 +7364,7 @@ def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
 def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
     """504 after READ_TIMEOUT, and the server sees the connection end."""
     ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        assert link.ended()
-        ended.set()
-
-    made = rig(script, read_timeout=0.1)
+    made = rig(relay_until_the_end(ended), read_timeout=0.1)
     answer = made.post(path, RELAY_HELLO)
     assert answer.status == 504
     assert "READ_TIMEOUT" in relay_error(answer, anthropic="messages" in path)
@@ -7316,7 +7420,7 @@ def test_relay_interim_answers_are_not_the_answer(rig: Callable[..., Rig], inter
     made = rig(relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data])))
     peer = made.connect()
     for _ in range(2):
-        answer = peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO).response()
+        answer = peer.send(RELAY_POST).response()
         assert (answer.status, answer.body) == (200, b"ok")
     assert made.server.connections == 1
 
@@ -7666,7 +7770,7 @@ def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, cod
     )
     peer = made.connect()
     for _ in range(2):
-        peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+        peer.send(RELAY_POST)
         head = peer.until(b"\r\n\r\n")
         assert head == RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         assert peer.take(len(coded)) == coded
@@ -7853,7 +7957,7 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
 
     made = rig(script)
     peer = made.connect()
-    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer.send(RELAY_POST)
     assert blocked.wait(PATIENCE * 2)
     assert sent[0] < 40 << 20
     answer = peer.response()
@@ -7873,7 +7977,7 @@ def test_relay_reader_that_stops_for_good_is_given_up(rig: Callable[..., Rig], m
 
     ended = threading.Event()
     made = rig(script)
-    made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    made.raw(RELAY_POST)
     assert ended.wait(PATIENCE)
 
 
@@ -7924,15 +8028,8 @@ def test_relay_client_that_leaves_ends_the_request(rig: Callable[..., Rig], phas
 def test_relay_client_that_leaves_with_a_request_pipelined(rig: Callable[..., Rig], how: str) -> None:
     """Unread bytes of its next request do not hide that it is gone."""
     ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        link.event(b"hello")
-        assert link.ended()
-        ended.set()
-
-    made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    made = rig(relay_until_the_end(ended, b"hello"))
+    peer = made.raw(RELAY_POST)
     peer.until(b"hello")
     peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
     relay_leave(peer.sock, how)
@@ -7957,7 +8054,7 @@ def test_relay_client_that_leaves_while_the_proxy_connects(
         return connect()
 
     monkeypatch.setattr(made.proxy.backend, "connect", slow)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer = made.raw(RELAY_POST)
     assert connecting.wait(PATIENCE)
     relay_leave(peer.sock, how)
     go.set()
@@ -8035,7 +8132,7 @@ def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[...
         ended.set()
 
     made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer = made.raw(RELAY_POST)
     peer.take(1 << 20)
     peer.close()
     relay_watch(made, ended)
@@ -8063,7 +8160,7 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(
                 pass
 
     made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer = made.raw(RELAY_POST)
     peer.take(1 << 16)
     relay_leave(peer.sock, how)
     if how == "half-close":  # it goes on reading
@@ -8075,28 +8172,42 @@ def test_relay_fast_stream_is_whole_and_in_fewer_pieces(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces that come faster than they can be passed on singly wait for each other for a moment."""
-    writes: list[int] = []
-    real = kvproxy.Wire.send
-    monkeypatch.setattr(kvproxy.Wire, "send", lambda wire, data: (writes.append(len(data)), real(wire, data))[1])
-    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 1.0)
-    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.3)
-    sent = [f"<{number}>".encode() for number in range(50)]
-    taken = threading.Event()
+    writes: list[bytes] = []
+    send, sleep = kvproxy.Wire.send, time.sleep
+    asleep, awake = threading.Event(), threading.Event()
+
+    def nap(seconds: float) -> None:
+        if seconds < 50:
+            return sleep(seconds)
+        asleep.set()
+        assert awake.wait(PATIENCE)
+
+    monkeypatch.setattr(kvproxy.Wire, "send", lambda wire, data: (writes.append(bytes(data)), send(wire, data))[1])
+    monkeypatch.setattr(kvproxy.time, "sleep", nap)
+    monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 100.0)
+    monkeypatch.setattr(kvproxy, "PIECE_DELAY", 100.0)
+    words = [f"<{number}>".encode() for number in range(50)]
+    begun, taken = threading.Event(), threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
+        link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.stream()
-        link.event(sent[0])
-        assert taken.wait(PATIENCE)  # then the rest comes within the pause that the first piece begins, or after it
-        for word in sent[1:]:
-            link.event(word)
-        link.finish()
+        assert begun.wait(PATIENCE)
+        link.event(words[0])
+        assert taken.wait(PATIENCE)
+        link.event(words[1])
+        assert asleep.wait(PATIENCE)  # the second piece came before the time
+        link.send(relay_chunks(*(b"data: %s\n\n" % word for word in words[2:])))
+        awake.set()
 
     made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
-    first = peer.until(sent[0])
+    peer = made.raw(RELAY_POST)
+    peer.until(b"\r\n\r\n")
+    begun.set()
+    first = peer.until(words[0])
     taken.set()
-    assert re.findall(b"<[0-9]+>", first + peer.until(b"\r\n0\r\n\r\n")) == sent
-    assert len(writes) < 20
+    assert re.findall(b"<[0-9]+>", first + peer.until(b"\r\n0\r\n\r\n")) == words
+    assert re.findall(b"<[0-9]+>", writes[-1]) == words[1:]
 
 
 # --- many connections, start and stop ---------------------------------------------------------------------------------
@@ -8187,7 +8298,7 @@ def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
     made = rig(script)
     idle, silent = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), made.connect()
     assert idle.response("GET").status == 200
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    peer = made.raw(RELAY_POST)
     peer.until(b"one")
     late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     made.server.requests(3)
@@ -8208,15 +8319,8 @@ def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
 
 def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
     ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        link.event(b"one")
-        assert link.ended()
-        ended.set()
-
-    made = rig(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    made = rig(relay_until_the_end(ended, b"one"))
+    peer = made.raw(RELAY_POST)
     peer.until(b"one")
     made.proxy.stop(0.1)
     assert made.proxy.running == 0
@@ -8373,16 +8477,8 @@ def test_relay_tls_fast_stream_waits_for_nothing(
 def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str) -> None:
     """TLS has messages of its own (session tickets) that must not be waited on."""
     ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if phase == "between events":
-            link.stream()
-            link.event(b"hello")
-        assert link.ended()
-        ended.set()
-
-    made = relay_tls(script)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO)
+    made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
+    peer = made.raw(RELAY_POST)
     made.server.requests(1)
     if phase == "between events":
         peer.until(b"hello")
