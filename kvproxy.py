@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the kvproxy authors
-"""kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts.
+"""kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
+their prompts.
 
 One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
 
@@ -9,16 +10,17 @@ One file, standard library only, Python 3.10 or newer. Copy it anywhere and run 
     BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py         serve on 127.0.0.1:1234
     python kvproxy.py --help                                    every command and setting
 
-A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents write message ids,
-clocks, git snapshots and moving context blocks near the front, so a local model reads tens of thousands of tokens
-again on every turn. kvproxy forwards each request so that it begins with what the server has already read:
+A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
+write message ids, clocks, git snapshots and moving context blocks near the front, so a local model
+reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
+begins with what the server has already read:
 
-    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
-                                                    |                  |
-                                                  store        usage -> explain -> log, page, metrics
+client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client |
+| store        usage -> explain -> log, page, metrics
 
-The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain, Relay, Server, Status,
-Commands. Scrub, lift, replay and explain touch no socket and no file: payload in, payload and report out.
+The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
+Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file:
+payload in, payload and report out.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -78,28 +80,34 @@ __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 Json = dict[str, Any]
 
 
-# ======================================================================================================================
-# Configuration: one dataclass feeds the environment, --help, the README table and the check of values
-# ======================================================================================================================
+# ==================================================================================================
+# Configuration: one dataclass feeds the environment, --help, the README table and the check of
+# values
+# ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting has a value that cannot be used; the message names the variable, the value and what is allowed."""
+    """A setting has a value that cannot be used; the message names the variable, the value and what
+    is allowed."""
 
 
 def setting(default: Any, help: str, **check: Any) -> Any:
-    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host, url, regex)."""
+    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host,
+    url, regex)."""
     return dataclasses.field(default=default, metadata={"help": help, **check})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting, as a field here and as the environment variable of the same name in upper case.
+    """Every setting, as a field here and as the environment variable of the same name in upper
+    case.
 
-    Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does not compile.
-    """
+    Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
+    not compile."""
 
-    listen_host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host")
+    listen_host: str = setting(
+        "127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host"
+    )
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", low=0, high=65535)
     backend_url: str = setting(
         "",
@@ -107,27 +115,40 @@ class Config:
         " that answers like a model server",
         kind="url",
     )
-    scrub: bool = setting(True, "0 forwards every body as it came: a pure logger, the A of an A/B test")
+    scrub: bool = setting(
+        True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
+    )
     strip_message_ids: str = setting(
         "1",
         "drop per-message ids from OpenClaw's metadata; system: in system prompts only",
         choices=("0", "1", "system"),
     )
-    strip_timestamps: bool = setting(True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts")
-    strip_billing: bool = setting(True, "drop Claude Code's x-anthropic-billing-header line from the system prompt")
-    strip_regex: tuple[str, ...] = setting(
-        (), "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...", kind="regex"
+    strip_timestamps: bool = setting(
+        True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts"
     )
-    system_first: bool = setting(True, "merge system messages into one at the front; later ones become reminders")
+    strip_billing: bool = setting(
+        True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
+    )
+    strip_regex: tuple[str, ...] = setting(
+        (),
+        "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...",
+        kind="regex",
+    )
+    system_first: bool = setting(
+        True, "merge system messages into one at the front; later ones become reminders"
+    )
     lift: bool = setting(
-        True, "move clocks, date lines and git snapshots from the system prompt to the newest user turn"
+        True,
+        "move clocks, date lines and git snapshots from the system prompt to the newest user turn",
     )
     lift_regex: tuple[str, ...] = setting(
         (), "a line of the system prompt to lift as well; more: LIFT_REGEX_2, _3, ...", kind="regex"
     )
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
     replay_regex: tuple[str, ...] = setting(
-        (), "text in user turns that comes and goes between requests; more: REPLAY_REGEX_2, _3, ...", kind="regex"
+        (),
+        "text in user turns that comes and goes between requests; more: REPLAY_REGEX_2, _3, ...",
+        kind="regex",
     )
     replay_mb: int = setting(
         64,
@@ -135,23 +156,47 @@ class Config:
         low=1,
         high=65536,
     )
-    ledger_mb: int = setting(64, "memory for the prompts that explain compares with, in MB", low=1, high=65536)
-    keep_requests: int = setting(50, "requests kept for the status page, with their bodies", low=0, high=10000)
-    warn_reuse: float = setting(0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1)
-    capture_file: str = setting("", "append every request to this file as JSON lines (mode 0600, secrets replaced)")
-    capture_mb: int = setting(100, "size at which the capture is rotated, one old file is kept", low=1, high=1000000)
-    warmup_file: str = setting("", "remember the heads of recent conversations here and read them in after a start")
+    ledger_mb: int = setting(
+        64, "memory for the prompts that explain compares with, in MB", low=1, high=65536
+    )
+    keep_requests: int = setting(
+        50, "requests kept for the status page, with their bodies", low=0, high=10000
+    )
+    warn_reuse: float = setting(
+        0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1
+    )
+    capture_file: str = setting(
+        "", "append every request to this file as JSON lines (mode 0600, secrets replaced)"
+    )
+    capture_mb: int = setting(
+        100, "size at which the capture is rotated, one old file is kept", low=1, high=1000000
+    )
+    warmup_file: str = setting(
+        "", "remember the heads of recent conversations here and read them in after a start"
+    )
     warmup_heads: int = setting(4, "how many heads are remembered", low=1, high=64)
-    keepalive_seconds: int = setting(0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000)
-    connect_timeout: float = setting(5.0, "seconds to wait for a connection to the server", low=0.05, high=600)
+    keepalive_seconds: int = setting(
+        0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000
+    )
+    connect_timeout: float = setting(
+        5.0, "seconds to wait for a connection to the server", low=0.05, high=600
+    )
     read_timeout: float = setting(
         3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000
     )
-    header_timeout: float = setting(15.0, "seconds a client may take to send a request's head", low=0.05, high=3600)
+    header_timeout: float = setting(
+        15.0, "seconds a client may take to send a request's head", low=0.05, high=3600
+    )
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
-    max_connections: int = setting(2048, "client connections at a time; more are answered with 503", low=1, high=100000)
-    allowed_hosts: str = setting("", "more names that the Host header may carry, separated by commas")
-    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    max_connections: int = setting(
+        2048, "client connections at a time; more are answered with 503", low=1, high=100000
+    )
+    allowed_hosts: str = setting(
+        "", "more names that the Host header may carry, separated by commas"
+    )
+    log_level: str = setting(
+        "info", "how much is logged", choices=("debug", "info", "warning", "error")
+    )
     log_file: str = setting("", "append the log to this file; unset: stderr")
 
     def __post_init__(self) -> None:
@@ -161,9 +206,15 @@ class Config:
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
         vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        ours = len(hosts) == 1 or (vague and all(host in vague or is_loopback(host) for host in hosts))
-        if ours and port == self.listen_port:  # each request would come back until MAX_CONNECTIONS is reached
-            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT")
+        ours = len(hosts) == 1 or (
+            vague and all(host in vague or is_loopback(host) for host in hosts)
+        )
+        if (
+            ours and port == self.listen_port
+        ):  # each request would come back until MAX_CONNECTIONS is reached
+            raise ConfigError(
+                f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT"
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -184,13 +235,30 @@ class Config:
         rows = []
         for item in dataclasses.fields(cls):
             default: Any = item.default
-            text = f"{default:g}" if isinstance(default, (int, float)) else default or ""  # True is 1, () is empty
+            text = (
+                f"{default:g}" if isinstance(default, (int, float)) else default or ""
+            )  # True is 1, () is empty
             rows.append((item.name.upper(), text, item.metadata["help"]))
         return rows
 
 
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "a tuple of texts"}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+_TYPES = {
+    bool: "0 or 1",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple of texts",
+}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -215,7 +283,8 @@ def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple
 
 
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow; `given` is how it was written."""
+    """Raise ConfigError for a value that the setting does not allow; `given` is how it was
+    written."""
     if fault := _fault(item, value):
         raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
 
@@ -224,7 +293,11 @@ def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
     default: Any = item.default
     wanted, check, kind = type(default), item.metadata, item.metadata.get("kind")
-    fits = value in (0, 1) if wanted is bool else isinstance(value, (int, float) if wanted is float else wanted)
+    fits = (
+        value in (0, 1)
+        if wanted is bool
+        else isinstance(value, (int, float) if wanted is float else wanted)
+    )
     if not fits:
         return f"must be {_TYPES[wanted]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
@@ -252,19 +325,22 @@ def _is_host(value: str) -> bool:
 def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        named = parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
+        named = (
+            parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
+        )
     except ValueError:  # a port that is no number, a bracket too few
         return False
     return named and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Dialects: four request shapes, one view (an ordered list of turns)
-# ======================================================================================================================
+# ==================================================================================================
 
 
 class Dialect(NamedTuple):
-    """Where a request's prompt is. `system` and `turns` name keys of the body; `text` is the type of a new text part."""
+    """Where a request's prompt is. `system` and `turns` name keys of the body; `text` is the type
+    of a new text part."""
 
     name: str
     system: str
@@ -280,11 +356,17 @@ DIALECTS = {
     "completions": Dialect("completions", "", "prompt", "", False),
     "completion": Dialect("completions", "", "prompt", "", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so they get its edits.
+# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so
+# they get its edits.
 DIALECT_PATH = re.compile(
-    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?", re.ASCII
+    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
+    re.ASCII,
 )
-TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: what a client sends as its type need not be hashable
+TEXT_PARTS = (
+    "text",
+    "input_text",
+    "output_text",
+)  # a tuple: what a client sends as its type need not be hashable
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ITEM_ROLES = {  # Responses items that are no messages
@@ -319,13 +401,14 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None for text beside it.
+    """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
+    for text beside it.
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user message that only carries
-    tool results has the role tool.
+    Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user
+    message that only carries tool results has the role tool.
 
-    Requests that repeat a turn share it, with what was found out about it; so only an own() copy may be changed.
-    """
+    Requests that repeat a turn share it, with what was found out about it; so only an own() copy
+    may be changed."""
 
     role: str
     holder: Json
@@ -334,7 +417,9 @@ class Turn:
     found: list[Slot] | None = None  # slots()
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, int] | None = None  # for Replay: what it says, and its link in the chain
+    mark: tuple[str | None, int] | None = (
+        None  # for Replay: what it says, and its link in the chain
+    )
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -362,14 +447,19 @@ class Turn:
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, in order; tool calls and tool results are not among them."""
+        """The texts that a person or the client wrote, in order; tool calls and tool results are
+        not among them."""
         if self.found is None:
             content = self.holder.get(self.key)
             found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
             for index, part in enumerate(content if isinstance(content, list) else ()):
                 if isinstance(part, str):
                     found.append(Slot(self, content, index))
-                elif isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
+                elif (
+                    isinstance(part, dict)
+                    and part.get("type") in TEXT_PARTS
+                    and isinstance(part.get("text"), str)
+                ):
                     found.append(Slot(self, part, "text"))
             self.found = found
         return self.found
@@ -379,14 +469,18 @@ class Turn:
         return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
 
     def rest(self) -> str:
-        """What the turn says beside its texts, each piece behind a separator: tool calls by id and name, results,
-        images; not how a client spells them."""
+        """What the turn says beside its texts, each piece behind a separator: tool calls by id and
+        name, results, images; not how a client spells them."""
         content, item = self.holder.get(self.key), self.item
         said: list[Any] = []
         if isinstance(content, list):
             for part in content:
                 if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
-                    said += [part.get("id"), part.get("name")] if part.get("type") == "tool_use" else [bare(part)]
+                    said += (
+                        [part.get("id"), part.get("name")]
+                        if part.get("type") == "tool_use"
+                        else [bare(part)]
+                    )
         elif content is not None and not isinstance(content, str):
             said.append(content)
         if item is not None:
@@ -395,13 +489,24 @@ class Turn:
             calls = item.get("tool_calls")
             for call in calls if isinstance(calls, list) else ():
                 function = call.get("function") if isinstance(call, dict) else None
-                said += [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
-        return "".join([PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said])
+                said += (
+                    [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
+                )
+        return "".join(
+            [PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said]
+        )
 
 
 PIECE = "\x1f"
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-_UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
+_UNSAID_PARTS = (
+    *TEXT_PARTS,
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+    "reasoning_text",
+    "summary_text",
+)
 
 
 def bare(part: Json) -> Json:
@@ -411,8 +516,8 @@ def bare(part: Json) -> Json:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text that stands beside the list; `turns` are the list's entries, which
-    are only in `body` itself after store()."""
+    """A request body as turns. `head` is system text that stands beside the list; `turns` are the
+    list's entries, which are only in `body` itself after store()."""
 
     body: Json
     dialect: Dialect
@@ -424,7 +529,9 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system or developer messages."""
-        return next((i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns))
+        return next(
+            (i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns)
+        )
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -446,10 +553,13 @@ class View:
         key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # The hole is unmistakable: parse() lets none through, and within a text the quotes before it would be escaped.
+        # The hole is unmistakable: parse() lets none through, and within a text the quotes before
+        # it would be escaped.
         mark = b'"%s":' % key.encode()
         head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
-        return b"".join((head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail))
+        return b"".join(
+            (head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail)
+        )
 
 
 def turn_of(item: Json) -> Turn:
@@ -458,13 +568,18 @@ def turn_of(item: Json) -> Turn:
     role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
     content = item.get("content")
     parts = content if role == "user" and isinstance(content, list) else []
-    if parts and all(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts):
+    if parts and all(
+        isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
+    ):
         role = "tool"
-    return Turn(role, item, "output" if "output" in item and "content" not in item else "content", item)
+    return Turn(
+        role, item, "output" if "output" in item and "content" not in item else "content", item
+    )
 
 
 def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body, or None when its shape is not the dialect's (such a body is forwarded untouched)."""
+    """The view of a parsed body, or None when its shape is not the dialect's (such a body is
+    forwarded untouched)."""
     if not isinstance(body, dict):
         return None
     head = []
@@ -514,7 +629,9 @@ def _finite(text: str) -> float:
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _STRICT: Json = {"object_pairs_hook": _pairs, **_FINITE}
 _parse_at = json.JSONDecoder(**_STRICT).raw_decode
-HOLE = float("-inf")  # stands in a body where its turns were, as -Infinity; a client's own is refused
+HOLE = float(
+    "-inf"
+)  # stands in a body where its turns were, as -Infinity; a client's own is refused
 
 
 def _hole(name: str) -> float:
@@ -523,14 +640,18 @@ def _hole(name: str) -> float:
 
 _parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
 LIST_START = {
-    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode()) for key in ("messages", "input")
+    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode())
+    for key in ("messages", "input")
 }
 ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times a body's size, and no context window holds so much text
+PARSE_LIMIT = (
+    32 << 20
+)  # bytes; parsing takes several times a body's size, and no context window holds so much text
 
 
 def parse(raw: bytes | bytearray) -> Json:
-    """The JSON object in `raw`. Raises Unreadable for all that could not be written again with the same meaning."""
+    """The JSON object in `raw`. Raises Unreadable for all that could not be written again with the
+    same meaning."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
@@ -549,7 +670,8 @@ def parse(raw: bytes | bytearray) -> Json:
 
 
 def dump(body: Any) -> bytes:
-    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises RecursionError."""
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises
+    RecursionError."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -557,7 +679,8 @@ Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body
 
 
 class Prefix(NamedTuple):
-    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its end."""
+    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its
+    end."""
 
     dialect: Dialect
     pieces: list[tuple[bytes, int]]
@@ -565,11 +688,13 @@ class Prefix(NamedTuple):
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its conversation's history again, so the same bytes
-    need be parsed, scrubbed and written only once. The least recently used go first. Safe to use from many threads."""
+    """Makes views of bodies, and remembers turns: each request brings its conversation's history
+    again, so the same bytes need be parsed, scrubbed and written only once. The least recently used
+    go first. Safe to use from many threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice to six times that."""
+        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice
+        to six times that."""
         self.scrubber, self.limit = scrubber, limit
         self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
         self.older: dict[bytes, Turn] = {}
@@ -588,8 +713,9 @@ class Reader:
         return view
 
     def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body in the usual spelling: without line breaks, and each turn begins with the same member.
-        Raises ValueError or RecursionError where that does not work out, or the body is not JSON."""
+        """The view of a body in the usual spelling: without line breaks, and each turn begins with
+        the same member. Raises ValueError or RecursionError where that does not work out, or the
+        body is not JSON."""
         found = LIST_START[dialect.turns].search(raw)
         if found is None:
             raise Unreadable("not the usual spelling")
@@ -599,7 +725,11 @@ class Reader:
         bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
         text = f"{raw[:start].decode()}-Infinity{after}"
         body = _parse_holed(text)
-        if text.count("-Infinity") != 1 or not isinstance(body, dict) or body.get(dialect.turns) is not HOLE:
+        if (
+            text.count("-Infinity") != 1
+            or not isinstance(body, dict)
+            or body.get(dialect.turns) is not HOLE
+        ):
             raise Unreadable("not the usual spelling")
         view = view_of({**body, dialect.turns: []}, dialect)
         if view is None:
@@ -609,10 +739,13 @@ class Reader:
             self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
         return view
 
-    # --- turn by turn -------------------------------------------------------------------------------------------------
+    # --- turn by turn -----------------------------------------------------------------------------
 
-    def read(self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect) -> tuple[Bounds, str]:
-        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what follows the list."""
+    def read(
+        self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect
+    ) -> tuple[Bounds, str]:
+        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what
+        follows the list."""
         bounds, at, wasted = [], 0, 0
         while True:
             bounds.append((len(turns), at))
@@ -634,7 +767,8 @@ class Reader:
                 return bounds, data[at:].decode()
 
     def recall(self, raw: bytes, first: bool) -> Turn | None:
-        """The turn in these bytes, if it is known; but what is cut out of a system text depends on those before it."""
+        """The turn in these bytes, if it is known; but what is cut out of a system text depends on
+        those before it."""
         turn = self.newer.get(raw)
         if turn is None and (turn := self.older.get(raw)) is not None:
             self.keep(raw, turn)
@@ -659,10 +793,13 @@ class Reader:
         self.size += size
         self.newer[raw] = turn
 
-    # --- the beginning of large bodies, as a whole --------------------------------------------------------------------
+    # --- the beginning of large bodies, as a whole ------------------------------------------------
 
-    def begin(self, raw: bytes | bytearray, start: int, dialect: Dialect) -> tuple[list[Turn], Bounds]:
-        """The turns that the list at `start` has in common with an earlier one, and the bounds of the pieces they came in."""
+    def begin(
+        self, raw: bytes | bytearray, start: int, dialect: Dialect
+    ) -> tuple[list[Turn], Bounds]:
+        """The turns that the list at `start` has in common with an earlier one, and the bounds of
+        the pieces they came in."""
         best: Bounds = []
         turns: list[Turn] = []
         for prefix in self.prefixes:
@@ -676,9 +813,11 @@ class Reader:
                 best, turns = bounds, prefix.turns[: bounds[-1][0]]
         return turns, best
 
-    def end(self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds) -> None:
-        """Note the beginning of a body's list: up to its newest user turn, which may come in another form next time, and
-        up to its last turn."""
+    def end(
+        self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds
+    ) -> None:
+        """Note the beginning of a body's list: up to its newest user turn, which may come in
+        another form next time, and up to its last turn."""
         turns, last = view.turns, bounds[-1]
         newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
         middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
@@ -687,7 +826,10 @@ class Reader:
         if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
             return  # see recall()
         data = memoryview(raw)
-        pieces = [(bytes(data[start : middle[1]]), middle[0]), (bytes(data[middle[1] : last[1]]), last[0])]
+        pieces = [
+            (bytes(data[start : middle[1]]), middle[0]),
+            (bytes(data[middle[1] : last[1]]), last[0]),
+        ]
         used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
         for other in self.prefixes[:7]:
             if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
@@ -698,8 +840,9 @@ class Reader:
 
 
 def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
-    """Where the item behind the one at `at` may begin, and the length of the comma and space before it; else the end,
-    and 0. An opening's first quote stands in no text, where it would be escaped; but it may stand within an item."""
+    """Where the item behind the one at `at` may begin, and the length of the comma and space before
+    it; else the end, and 0. An opening's first quote stands in no text, where it would be escaped;
+    but it may stand within an item."""
     while (at := data.find(opening, at + 1)) >= 0:
         if data[at - 2 : at] == b"},":
             return at, 1
@@ -709,8 +852,8 @@ def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
 
 
 def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
-    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were decoded to find it.
-    Raises ValueError, RecursionError."""
+    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were
+    decoded to find it. Raises ValueError, RecursionError."""
     decoded = 0
     while True:
         text = data[at:end].decode()
@@ -720,7 +863,9 @@ def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, by
         except json.JSONDecodeError:
             if end == len(data):
                 raise
-            end, _ = next_item(data, opening, at + 2 * (end - at))  # doubled, all tries together cost little
+            end, _ = next_item(
+                data, opening, at + 2 * (end - at)
+            )  # doubled, all tries together cost little
             continue
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
@@ -751,11 +896,12 @@ class Report:
         )  # fmt: skip
 
 
-# ======================================================================================================================
-# Scrub: rules that take out what never helps the model. Stateless: the same text in, the same text out
-# ======================================================================================================================
+# ==================================================================================================
+# Scrub: rules that take out what never helps the model. Stateless: the same text in, the same text
+# out
+# ==================================================================================================
 
-# --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below work on its spans -----
+# --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below wor
 
 _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
@@ -769,11 +915,15 @@ _EVENT = r"System(?: \(untrusted\))?:"
 _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 
 LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
-    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes without a weekday,
-    # [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored with the message, and never vary.
+    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
+    # without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
+    # with the message, and never vary.
     ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
     ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
-    ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)"),
+    (
+        "context",
+        r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)",
+    ),
     ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
     ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
     ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)"),
@@ -781,7 +931,10 @@ LEADS = (  # (kind, pattern), tried in this order where a text begins, again and
     ("reminder", r"<system-reminder>.*?</system-reminder>"),
     ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
     ("reply", r"\[Replying to .*?\[/Replying\]"),
-    ("line", r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)"),
+    (
+        "line",
+        r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)",
+    ),
 )
 LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
 TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the first whose ending fits
@@ -789,11 +942,14 @@ TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the fi
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
-TAIL_LINE = re.compile(r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| ")
+TAIL_LINE = re.compile(
+    r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| "
+)
 
 
 def lead(text: str) -> list[re.Match[str]]:
-    """The decorations at the start of a user text, in order; a match's group names are the kinds of LEADS.
+    """The decorations at the start of a user text, in order; a match's group names are the kinds of
+    LEADS.
 
     At most one stamp counts: a second one was typed by the person.
     """
@@ -810,30 +966,37 @@ def lead(text: str) -> list[re.Match[str]]:
 
 
 def only_lead(text: str) -> bool:
-    """Whether a part of a user turn holds decorations alone, so that the next part begins what the person wrote."""
+    """Whether a part of a user turn holds decorations alone, so that the next part begins what the
+    person wrote."""
     spans = lead(text)
     return not text[spans[-1].end() if spans else 0 :].strip()
 
 
-# --- JSON members taken out without touching the layout of what stays --------------------------------------------------
+# --- JSON members taken out without touching the layout of what stays -----------------------------
 
-ID_KEYS = frozenset(("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"))
-# In the system prompt these vary from turn to turn as well: who speaks in a group, and what was mentioned.
+ID_KEYS = frozenset(
+    ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+)
+# In the system prompt these vary from turn to turn as well: who speaks in a group, and what was
+# mentioned.
 INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
 
 
 def nested(levels: int) -> str:
-    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks like numbers, words,
-    commas and colons: it is enough to know where the value ends."""
+    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks
+    like numbers, words, commas and colons: it is enough to know where the value ends."""
     inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
     return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
 
 
 def member_of(keys: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the members of those names, with the comma behind. In JSON, no string holds such bare quotes."""
+    """A pattern for the members of those names, with the comma behind. In JSON, no string holds
+    such bare quotes."""
     names = "|".join(sorted(keys))
-    return re.compile(rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?')
+    return re.compile(
+        rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?'
+    )
 
 
 NESTED = re.compile(nested(8))  # clients write three levels at most
@@ -841,11 +1004,11 @@ ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
 
 
 def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
-    """Take the members that `member` matches, at any depth, out of the JSON object or array at text[start].
+    """Take the members that `member` matches, at any depth, out of the JSON object or array at
+    text[start].
 
-    Returns (new value, end of the old value, members removed). The layout of what stays is kept, and no comma dangles.
-    Where no such value ends, that is ("", start, 0).
-    """
+    Returns (new value, end of the old value, members removed). The layout of what stays is kept,
+    and no comma dangles. Where no such value ends, that is ("", start, 0)."""
     value = NESTED.match(text, start)
     if value is None:
         return "", start, 0
@@ -860,7 +1023,7 @@ def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, i
     return kept + text[at : value.end()], value.end(), removed
 
 
-# --- the rules' functions: a text and the decorations at its start in, cuts out ----------------------------------------
+# --- the rules' functions: a text and the decorations at its start in, cuts out -------------------
 
 
 class Cut(NamedTuple):
@@ -881,7 +1044,9 @@ def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
     done = 0
     for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 16):  # clients write one
         start = mark.start()
-        for _attempt in range(32):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
+        for _attempt in range(
+            32
+        ):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
             start = text.rfind("{", done, start)
             if start < 0:
                 break
@@ -893,12 +1058,17 @@ def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
                 break
 
 
-# A line that closes a text stays: clients store it with the message, it never varies, and tools to react or edit need it.
-ID_LINE = re.compile(r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*", re.MULTILINE)
+# A line that closes a text stays: clients store it with the message, it never varies, and tools to
+# react or edit need it.
+ID_LINE = re.compile(
+    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*",
+    re.MULTILINE,
+)
 
 
 def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
-    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...] lines."""
+    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...]
+    lines."""
     for start, end in [match.span("json") for match in spans if match["json"]]:
         value, stop, count = drop_members(text, start, ID_MEMBER)
         if stop == end and count:
@@ -914,7 +1084,9 @@ def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
             yield Cut(*match.span(), "", 1)
 
 
-BILLING = re.compile(r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)")
+BILLING = re.compile(
+    r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
+)
 
 
 def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
@@ -940,7 +1112,8 @@ RULES = (
         lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
         ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
-    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a conversation
+    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a
+    # conversation
     Rule(
         lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
         ("openclaw.inbound_meta.",),
@@ -982,7 +1155,8 @@ class Scrubber:
             system_first(view, report)
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
-        """Edit a turn, in place; what to count. `first`: no other system text stands before this one."""
+        """Edit a turn, in place; what to count. `first`: no other system text stands before this
+        one."""
         counts, slots, user = [], turn.slots(), turn.role == "user"
         first = first or user
         for slot in slots:
@@ -993,7 +1167,9 @@ class Scrubber:
             counts += removed
             first = first and user and slot is not slots[-1] and only_lead(before)
         if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
-            for key in ID_KEYS & turn.item.keys():  # beside role and content; never in a schema, argument or result
+            for key in (
+                ID_KEYS & turn.item.keys()
+            ):  # beside role and content; never in a schema, argument or result
                 del turn.item[key]
                 turn.changed()
                 counts.append(("msg_ids_removed", 1))
@@ -1007,7 +1183,9 @@ class Scrubber:
         ]  # fmt: skip
         spans = lead(text) if due and role == "user" and first else []
         found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
-        for cut, _ in sorted(found, reverse=True):  # they do not overlap: no line of its own stands inside valid JSON
+        for cut, _ in sorted(
+            found, reverse=True
+        ):  # they do not overlap: no line of its own stands inside valid JSON
             text = text[: cut.start] + cut.put + text[cut.end :]
         counts = [(counter, cut.removed) for cut, counter in found]
         for pattern in self.patterns:
@@ -1040,7 +1218,7 @@ def drop_empty_first(view: View) -> None:
         view.turns.remove(turn)
 
 
-# --- roles: the system text comes first ---------------------------------------------------------------------------------
+# --- roles: the system text comes first -----------------------------------------------------------
 
 
 def reminder(text: str) -> str:
@@ -1062,22 +1240,29 @@ def add_text(view: View, turn: Turn, text: str) -> bool:
 def system_first(view: View, report: Report) -> None:
     """One system text, at the front.
 
-    Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at the beginning"), and
-    a block behind the first user text cannot be shared by the next conversation. So leading ones are merged; the first
-    one before any answer moves up to them; later ones become a reminder in the user turn before them (else after them),
-    which depends on nothing that a later request could change.
-    """
+    Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
+    the beginning"), and a block behind the first user text cannot be shared by the next
+    conversation. So leading ones are merged; the first one before any answer moves up to them;
+    later ones become a reminder in the user turn before them (else after them), which depends on
+    nothing that a later request could change."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() for turn in view.head + systems) or any(turn.rest() for turn in systems):
+    if not all(turn.slots() for turn in view.head + systems) or any(
+        turn.rest() for turn in systems
+    ):
         return  # a system message without text, or with more than text: an unknown shape
     count = view.leading()
-    answered = next((i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")), len(view.turns))
+    answered = next(
+        (i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")),
+        len(view.turns),
+    )
     hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
     front = view.turns[:count] + hoisted
     turns = [turn for turn in view.turns[count:] if turn not in hoisted]
-    report.system_moved += len(front) - (count > 0 and not view.head)  # a first message stays where it is
+    report.system_moved += len(front) - (
+        count > 0 and not view.head
+    )  # a first message stays where it is
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
         if view.dialect.system and not count:
@@ -1108,12 +1293,14 @@ def system_first(view: View, report: Report) -> None:
     view.turns = kept
 
 
-def scrub(payload: Json, config: Config | None = None, dialect: str | None = None) -> tuple[Json, Report]:
+def scrub(
+    payload: Json, config: Config | None = None, dialect: str | None = None
+) -> tuple[Json, Report]:
     """A scrubbed copy of a request body, and what was removed; `payload` itself is not changed.
 
-    `dialect` is chat, responses, messages or completions; without it the body's shape decides. This is the stateless
-    half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set.
-    """
+    `dialect` is chat, responses, messages or completions; without it the body's shape decides. This
+    is the stateless half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back
+    equal, with `report.note` set."""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
@@ -1122,7 +1309,11 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
         body = copy.deepcopy(payload)
     except RecursionError:
         return payload, Report(note="nested too deeply")
-    view = view_of(body, named[dialect] if dialect else guess_dialect(body)) if isinstance(body, dict) else None
+    view = (
+        view_of(body, named[dialect] if dialect else guess_dialect(body))
+        if isinstance(body, dict)
+        else None
+    )
     if view is None:
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
@@ -1131,13 +1322,15 @@ def scrub(payload: Json, config: Config | None = None, dialect: str | None = Non
     return body, report
 
 
-# ======================================================================================================================
-# Lift: what varies in the system prompt moves to the newest user turn, so that every conversation shares its front
-# ======================================================================================================================
+# ==================================================================================================
+# Lift: what varies in the system prompt moves to the newest user turn, so that every conversation
+# shares its front
+# ==================================================================================================
 
 
 class Lift(NamedTuple):
-    """A shape that a client writes into its system prompt, at the start of a line, and what it must not match."""
+    """A shape that a client writes into its system prompt, at the start of a line, and what it must
+    not match."""
 
     client: str
     markers: tuple[str, ...]  # one must be in the text before the pattern is tried
@@ -1212,8 +1405,8 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
 
 
 def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks, and so there is no
-    turn to set them down in."""
+    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks,
+    and so there is no turn to set them down in."""
     found: list[Lifted] = []
     if replay.rows and any(replay.speaks(turn) for turn in view.turns):
         for turn in view.system():
@@ -1226,16 +1419,18 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
     return found
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Replay: history is sent again as it was sent
-# ======================================================================================================================
+# ==================================================================================================
 
-# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A unit's key is a hash
-# of all that was said up to it, without decorations; under it stand the versions in which the unit was forwarded. The
-# steps of Replay.apply(), in order: tools, history (which versions are this conversation's), restore (put them in place),
-# drop_repeated (carriers that say nothing new), set_down (lifted text), learn (remember what is new).
+# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A
+# unit's key is a hash of all that was said up to it, without decorations; under it stand the
+# versions in which the unit was forwarded. The steps of Replay.apply(), in order: tools, history
+# (which versions are this conversation's), restore (put them in place), drop_repeated (carriers
+# that say nothing new), set_down (lifted text), learn (remember what is new).
 
-# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may have typed them.
+# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may
+# have typed them.
 CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
 Decoration = tuple[str, str]  # kind, text
 
@@ -1267,12 +1462,15 @@ def carried(turn: Turn) -> Decoration:
 
 def digest(*parts: str | bytes) -> bytes:
     """A short hash of some texts, the same in every process."""
-    data = [part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts]
+    data = [
+        part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts
+    ]
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
 class Unit:
-    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands for the head."""
+    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands
+    for the head."""
 
     __slots__ = ("carriers", "changed", "key", "said", "turn", "version")
 
@@ -1285,12 +1483,13 @@ class Unit:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Version:
-    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial of the version before.
+    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial
+    of the version before.
 
-    `answers` tell conversations apart that say the same: the key of an answer that a client went on from, or how one
-    began that nobody went on from yet ('' while that is not known). `now` has hashes: of a decoration that the client
-    rewrote in history, and of what was set down for it last.
-    """
+    `answers` tell conversations apart that say the same: the key of an answer that a client went on
+    from, or how one began that nobody went on from yet ('' while that is not known). `now` has
+    hashes: of a decoration that the client rewrote in history, and of what was set down for it
+    last."""
 
     own: Turn | None
     carriers: list[Turn]
@@ -1300,7 +1499,11 @@ class Version:
     now: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def form(self) -> tuple[int, Json | None, list[Json | None]]:
-        return self.parent, self.own.item if self.own else None, [turn.item for turn in self.carriers]
+        return (
+            self.parent,
+            self.own.item if self.own else None,
+            [turn.item for turn in self.carriers],
+        )
 
     def size(self) -> int:
         """Bytes, roughly."""
@@ -1314,18 +1517,22 @@ class Version:
         self.answers.append(answer)
 
     def goes_on(self, answer: Unit, strict: bool) -> bool | None:
-        """Whether a conversation that went on with `answer` may be this version's; None when that cannot be told."""
+        """Whether a conversation that went on with `answer` may be this version's; None when that
+        cannot be told."""
         if answer.key in self.answers:
             return True
         found = [agrees(hint, answer.said) for hint in self.answers if isinstance(hint, str)]
         return True if True in found else None if None in found or (found and not strict) else False
 
     def claim(self, answer: Unit) -> bool:
-        """Note an answer that a client went on from. True if it is what the server was heard to say."""
+        """Note an answer that a client went on from. True if it is what the server was heard to
+        say."""
         known, likely, foreseen = answer.key in self.answers, "", False
         hints = [hint for hint in self.answers if isinstance(hint, str)]
         if hints:
-            likely = min(hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said)))
+            likely = min(
+                hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said))
+            )
             foreseen = bool(agrees(likely, answer.said))
             if foreseen or not known:
                 self.answers.remove(likely)
@@ -1343,7 +1550,9 @@ class Store:
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = collections.OrderedDict()
+        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = (
+            collections.OrderedDict()
+        )
 
     def get(self, key: int | bytes) -> Any:
         """What was put there, or None. It is used now."""
@@ -1353,7 +1562,8 @@ class Store:
         return self.entries[key][0]
 
     def put(self, key: int | bytes, value: Any, size: int) -> None:
-        """Forgetting costs one miss; what takes more than half of the room is not worth all the others."""
+        """Forgetting costs one miss; what takes more than half of the room is not worth all the
+        others."""
         self.size -= self.entries.pop(key, (None, 0))[1]
         if size <= self.limit >> 1:
             self.entries[key] = value, size
@@ -1364,23 +1574,30 @@ class Store:
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations: for explain, and to note the answer when it comes."""
+    """Where a request stands among conversations: for explain, and to note the answer when it
+    comes."""
 
     conversation: str = ""
     newest: list[Version] = dataclasses.field(default_factory=list)
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history. One per Proxy; safe to use from many threads."""
+    """Restores what a client took out of, or rewrote in, its history. One per Proxy; safe to use
+    from many threads."""
 
     def __init__(self, config: Config) -> None:
         self.store = Store(config.replay_mb << 20)
         self.serials = itertools.count(1)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "") for pattern in config.lift_regex)
+        own = tuple(
+            Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "")
+            for pattern in config.lift_regex
+        )
         self.rows = LIFTS + own if config.lift else ()
         self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.echoes: dict[int, None] = {}  # heads of conversations whose clients send answers back as they were
+        self.echoes: dict[
+            int, None
+        ] = {}  # heads of conversations whose clients send answers back as they were
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
@@ -1391,20 +1608,24 @@ class Replay:
                 remember(self.lifts, text, known, 16)
         return known
 
-    # --- what turns say: units and their keys ---------------------------------------------------------------------------
+    # --- what turns say: units and their keys -----------------------------------------------------
 
     def mask(self, text: str) -> str:
-        """A user text without the decorations that clients add to the newest turn and take from history."""
+        """A user text without the decorations that clients add to the newest turn and take from
+        history."""
         text = undress(text)[1]
         for pattern in self.patterns:
             text = pattern.sub("", text)
         return text.strip()
 
     def said(self, turn: Turn) -> str | None:
-        """What a turn says without decorations; None when it is a carrier, which says nothing else."""
+        """What a turn says without decorations; None when it is a carrier, which says nothing
+        else."""
         if turn.role != "user":
             return turn.text().strip() + turn.rest()
-        said = "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
+        said = (
+            "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
+        )
         plain = turn.text().strip()
         if not said and plain and turn.item is not None:
             kinds = {kind for kind, _ in decorations(turn)}
@@ -1422,20 +1643,27 @@ class Replay:
         return turn.mark
 
     def speaks(self, turn: Turn) -> bool:
-        """Whether a person speaks in a turn: it is no carrier, and has more than results of tools."""
+        """Whether a person speaks in a turn: it is no carrier, and has more than results of
+        tools."""
         content = turn.holder.get(turn.key)
         if turn.role != "user" or not isinstance(content, (str, list)):
             return False
-        if any(isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)):
+        if any(
+            isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)
+        ):
             return any(self.mask(slot.get()) for slot in turn.slots())
         return bool(self.link(turn)[0])
 
     def units(self, view: View) -> list[Unit]:
         """The head, and the turns behind the system prompt, as units with chained keys."""
-        for turn in view.system():  # not by hash(): a conversation's name is the same in every process
+        for (
+            turn
+        ) in view.system():  # not by hash(): a conversation's name is the same in every process
             if turn.mark is None:
                 turn.mark = None, int.from_bytes(digest(turn.text()), "big")
-        key = int.from_bytes(digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big")
+        key = int.from_bytes(
+            digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big"
+        )
         units = [Unit(Turn("head", {}, "", None), "", key)]
         for turn in view.turns[view.leading() :]:
             if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
@@ -1450,21 +1678,25 @@ class Replay:
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A hash of what a conversation's requests have in common: the system prompt and the first user text, masked."""
+        """A hash of what a conversation's requests have in common: the system prompt and the first
+        user text, masked."""
         units = units or self.units(view)
         first = next((unit.said for unit in units if unit.turn.role == "user"), "")
         return digest(str(units[0].key), first).hex()
 
-    # --- a request ------------------------------------------------------------------------------------------------------
+    # --- a request --------------------------------------------------------------------------------
 
     def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
-        """Replace history with what was sent, drop carriers that are there already, set lifted text down. In place.
+        """Replace history with what was sent, drop carriers that are there already, set lifted text
+        down. In place.
 
         `learn` is False for requests that only count tokens.
         """
         units = self.units(view)
         trace = Trace(self.conversation(view, units))
-        last = next((i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0)
+        last = next(
+            (i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0
+        )
         with self.store.lock:
             self.tools(view, trace.conversation, last > 0, report, learn)
             self.history(units, last, learn)
@@ -1479,10 +1711,11 @@ class Replay:
         return trace
 
     def history(self, units: list[Unit], last: int, learn: bool) -> None:
-        """Find the stored version of each unit of history (those before the last answer), where one is beyond doubt.
+        """Find the stored version of each unit of history (those before the last answer), where one
+        is beyond doubt.
 
-        The last one that is known is told by the answer behind it; those before it are its parents, and no others.
-        """
+        The last one that is known is told by the answer behind it; those before it are its parents,
+        and no others."""
         if not any(unit.key in self.store.entries for unit in units[:last]):
             return  # the usual case with clients that rewrite nothing
         later: Version | None = None  # the nearest known one behind the unit
@@ -1496,7 +1729,9 @@ class Replay:
                 answer, newest = None, False
             known: list[Version] = self.store.get(unit.key) or []
             if later is not None:
-                unit.version = next((version for version in known if version.serial == later.parent), None)
+                unit.version = next(
+                    (version for version in known if version.serial == later.parent), None
+                )
             elif answer is not None:
                 unit.version = pick(known, answer, units[0].key in self.echoes, not newest)
             if unit.version is not None:
@@ -1507,13 +1742,20 @@ class Replay:
                     remember(self.echoes, units[0].key, None)
 
     def set_down(
-        self, view: View, units: list[Unit], last: int, lifted: list[Lifted], moved: list[Moved], report: Report
+        self,
+        view: View,
+        units: list[Unit],
+        last: int,
+        lifted: list[Lifted],
+        moved: list[Moved],
+        report: Report,
     ) -> list[Moved]:
-        """Put lifted text, and decorations that the client rewrote in history, in front of the newest user text, unless
-        the conversation's newest of their kind is equal. Returns the decorations that are there now.
+        """Put lifted text, and decorations that the client rewrote in history, in front of the
+        newest user text, unless the conversation's newest of their kind is equal. Returns the
+        decorations that are there now.
 
-        In a tool loop that text is history: what changed waits for the next user turn, unless nothing is known yet.
-        """
+        In a tool loop that text is history: what changed waits for the next user turn, unless
+        nothing is known yet."""
         report.lifted += len(lifted)
         taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), 0)
         waits = taker < last and any(unit.version for unit in units)
@@ -1531,7 +1773,9 @@ class Replay:
         if due or moved:
             turn = units[taker].turn = units[taker].turn.own()
             units[taker].changed = True
-            text = "\n\n".join(([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved])
+            text = "\n\n".join(
+                ([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved]
+            )
             slots = turn.slots()
             if slots:
                 slot = next((slot for slot in reversed(slots) if self.mask(slot.get())), slots[0])
@@ -1541,27 +1785,36 @@ class Replay:
         return moved
 
     def learn(self, units: list[Unit], last: int) -> list[Version]:
-        """Remember the units after the last answer, and one that was dressed before it, as they are forwarded now; but of
-        tool results only those that have or had carriers, and the last one, whose answer tells the conversation."""
+        """Remember the units after the last answer, and one that was dressed before it, as they are
+        forwarded now; but of tool results only those that have or had carriers, and the last one,
+        whose answer tells the conversation."""
         parent = 0
         newest: list[Version] = []  # the one that the answer will tell
         for index, unit in enumerate(units):
             turn = unit.turn
-            ends = turn.role == "user" or (index == len(units) - 1 and turn.role not in ("head", "reasoning"))
+            ends = turn.role == "user" or (
+                index == len(units) - 1 and turn.role not in ("head", "reasoning")
+            )
             if (index >= last and (ends or unit.carriers)) or unit.changed:
                 dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
                 carriers = [stored(carrier) for carrier in unit.carriers]
-                version = Version(stored(turn) if dressed else None, carriers, parent, next(self.serials))
+                version = Version(
+                    stored(turn) if dressed else None, carriers, parent, next(self.serials)
+                )
                 known: list[Version] = self.store.get(unit.key) or []
                 same = next((one for one in known if one.form() == version.form()), None)
                 if same is None:
                     known = [*known[-63:], version]
-                    while (size := sum(one.size() for one in known)) > self.store.limit >> 1 and len(known) > 1:
+                    while (
+                        size := sum(one.size() for one in known)
+                    ) > self.store.limit >> 1 and len(known) > 1:
                         del known[0]
                     self.store.put(unit.key, known, size)
                 unit.version = same or version
                 if index < last:
-                    unit.version.claim(next(one for one in units[index:] if one.turn.role == "assistant"))
+                    unit.version.claim(
+                        next(one for one in units[index:] if one.turn.role == "assistant")
+                    )
             if unit.version is not None:
                 parent, newest = unit.version.serial, [unit.version]
         for version in newest:
@@ -1569,26 +1822,35 @@ class Replay:
         return newest
 
     def answered(self, trace: Trace, hint: str | None) -> None:
-        """Note how the answer to a request began ('': unknown; None: there was none), so that its turn can be told from
-        others with the same words."""
+        """Note how the answer to a request began ('': unknown; None: there was none), so that its
+        turn can be told from others with the same words."""
         with self.store.lock:
             for version in trace.newest if hint != "" else ():
                 if "" in version.answers:
                     at = version.answers.index("")
                     version.answers[at : at + 1] = [hint[:HINT]] if hint else []
 
-    # --- tools: first-seen form, first-seen order ----------------------------------------------------------------------
+    # --- tools: first-seen form, first-seen order -------------------------------------------------
 
-    def tools(self, view: View, conversation: str, follows: bool, report: Report, learn: bool) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and keep the order.
+    def tools(
+        self, view: View, conversation: str, follows: bool, report: Report, learn: bool
+    ) -> None:
+        """Send a tool that differs from an earlier one in key order only as it was sent then, and
+        keep the order.
 
-        `follows`: the conversation has an answer already, so that tools that are new to it go to the end.
-        """
+        `follows`: the conversation has an answer already, so that tools that are new to it go to
+        the end."""
         tools, store = view.body.get("tools"), self.store
-        if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        if (
+            not isinstance(tools, list)
+            or not tools
+            or not all(isinstance(tool, dict) for tool in tools)
+        ):
             return
         try:
-            listing = hash(marshal.dumps(tools, 0))  # the fastest spelling that shows the order of keys
+            listing = hash(
+                marshal.dumps(tools, 0)
+            )  # the fastest spelling that shows the order of keys
         except ValueError:
             raise Unreadable("nested too deeply") from None
         talk = digest(b"talk", conversation)
@@ -1632,15 +1894,19 @@ def texts_of(turns: list[Turn]) -> list[str]:
 
 
 class Moved(NamedTuple):
-    """A decoration in history that reads `now` what the stored version has as `before` ('': not at all)."""
+    """A decoration in history that reads `now` what the stored version has as `before` ('': not at
+    all)."""
 
     version: Version
     before: str
     now: str
 
     def due(self, texts: list[str]) -> bool:
-        """Whether the conversation's user `texts` say something else, so that it has to be set down again."""
-        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(self.now):
+        """Whether the conversation's user `texts` say something else, so that it has to be set down
+        again."""
+        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(
+            self.now
+        ):
             return True
         return self.before != self.now and not any(self.now in text for text in texts)
 
@@ -1650,9 +1916,12 @@ class Moved(NamedTuple):
 
 
 def restore(units: list[Unit], report: Report) -> list[Moved]:
-    """Put the stored form of each known unit in its place; returns what the client has rewritten there since."""
+    """Put the stored form of each known unit in its place; returns what the client has rewritten
+    there since."""
     moved: list[Moved] = []
-    standing = {turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers}
+    standing = {
+        turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers
+    }
     for unit in units:
         version = unit.version
         if version is None:
@@ -1669,7 +1938,9 @@ def restore(units: list[Unit], report: Report) -> list[Moved]:
         moved += found
         gone = {one.now for one in found if one.before}
         more = [
-            turn for turn in unit.carriers if turn.text().strip() not in standing and turn.text().strip() not in gone
+            turn
+            for turn in unit.carriers
+            if turn.text().strip() not in standing and turn.text().strip() not in gone
         ]
         carriers = version.carriers + more
         if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
@@ -1679,8 +1950,8 @@ def restore(units: list[Unit], report: Report) -> list[Moved]:
 
 
 def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) -> list[Moved]:
-    """Reminders and environment blocks, each with the one of its kind in the stored version that it has the most in
-    common with."""
+    """Reminders and environment blocks, each with the one of its kind in the stored version that it
+    has the most in common with."""
     gone = [piece for piece in was if piece not in now]
     found = []
     for kind, text in now:
@@ -1695,10 +1966,11 @@ def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) ->
 
 
 def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
-    """Take out a carrier after the last answer that says what the newest one of its kind before it said.
+    """Take out a carrier after the last answer that says what the newest one of its kind before it
+    said.
 
-    A request may not end with the answer itself, which would ask the model to continue it: then carriers stay.
-    """
+    A request may not end with the answer itself, which would ask the model to continue it: then
+    carriers stay."""
     newest: dict[str, str] = {}
     for index, unit in enumerate(units):
         if not unit.carriers:
@@ -1718,15 +1990,17 @@ def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
 
 
 def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Version | None:
-    """Which of several versions of a turn belongs to a conversation that went on with `answer`; None when in doubt.
+    """Which of several versions of a turn belongs to a conversation that went on with `answer`;
+    None when in doubt.
 
-    `strict`: this client sends answers back as the server gave them, so one that does not agree is another
-    conversation's. `sure`: only one that does agree will do.
-    """
+    `strict`: this client sends answers back as the server gave them, so one that does not agree is
+    another conversation's. `sure`: only one that does agree will do."""
     found = [(version, version.goes_on(answer, strict)) for version in known]
     likely = [version for version, yes in found if yes]
     maybe = [version for version, yes in found if yes is None]
-    if likely:  # another one, whose answer is not known yet, may have been answered in the same words
+    if (
+        likely
+    ):  # another one, whose answer is not known yet, may have been answered in the same words
         likely += [version for version in maybe if "" in version.answers]
     elif not sure:
         likely = maybe
@@ -1737,31 +2011,42 @@ HINT = 120  # characters of an answer that are kept to know it again
 
 
 def agrees(hint: str, answer: str) -> bool | None:
-    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its first tool call); None
-    when that cannot be told: clients cut, trim and mark answers."""
+    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its
+    first tool call); None when that cannot be told: clients cut, trim and mark answers."""
     words = answer.partition(PIECE)[0]
-    if hint and (words == hint or PIECE + hint + PIECE in answer + PIECE or len(hint) > 31 and words.startswith(hint)):
+    if hint and (
+        words == hint
+        or PIECE + hint + PIECE in answer + PIECE
+        or len(hint) > 31
+        and words.startswith(hint)
+    ):
         return True
     a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
-    return None if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b else False
+    return (
+        None
+        if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b
+        else False
+    )
 
 
 def stored(turn: Turn) -> Turn:
-    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may not pile up."""
+    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may
+    not pile up."""
     item = bare(turn.item or {"role": "user", "content": turn.text()})
     if isinstance(content := item.get("content"), list):
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
     return turn_of(item)
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Explain: how much of a prompt was reused, and why not more
-# ======================================================================================================================
+# ==================================================================================================
 
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer; None where it did not (never 0 for unknown). Tokens, milliseconds."""
+    """What the server reported of one answer; None where it did not (never 0 for unknown). Tokens,
+    milliseconds."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -1770,7 +2055,11 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        return self.prompt - self.cached if self.prompt is not None and self.cached is not None else None
+        return (
+            self.prompt - self.cached
+            if self.prompt is not None and self.cached is not None
+            else None
+        )
 
 
 USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
@@ -1780,19 +2069,26 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
     "input_tokens": "input",  # in /v1/messages only what was not cached
     "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    **{name: name for name in ("cache_n", "prompt_n", "prompt_ms")},  # llama.cpp's result_timings::to_json
+    **{
+        name: name for name in ("cache_n", "prompt_n", "prompt_ms")
+    },  # llama.cpp's result_timings::to_json
 }
-# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse of the whole.
-NUMBERS = [re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")]
-BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')  # and strings, whose brackets do not count
+# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse
+# of the whole.
+NUMBERS = [
+    re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")
+]
+BRACKETS = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
+)  # and strings, whose brackets do not count
 value_at = json.JSONDecoder().raw_decode
 
 
 def usage_of(*windows: bytes) -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE lines count.
-    """
+    The last window reaches to the end of the answer; of one before it, its start, only whole SSE
+    lines count."""
     found: dict[str, float] = {}
     windows = tuple(window for window in windows if window)
     for window in windows:
@@ -1800,7 +2096,9 @@ def usage_of(*windows: bytes) -> Usage:
         streamed = text.startswith("data:") or "\ndata:" in text
         for pattern in NUMBERS:
             matches = list(pattern.finditer(text))
-            for match in matches[:4] + matches[4:][-8:]:  # servers that report in every event report running totals
+            for match in (
+                matches[:4] + matches[4:][-8:]
+            ):  # servers that report in every event report running totals
                 end = text.find("\n", match.end()) if streamed else -1
                 if end < 0 and window is not windows[-1]:
                     continue  # cut off
@@ -1812,8 +2110,9 @@ def usage_of(*windows: bytes) -> Usage:
 
 
 def outermost(rest: list[str]) -> bool:
-    """Whether what stands before these brackets is a member of an answer, or of the one object in an event: in a list, or
-    deeper, the model wrote it (a tool call's input is no string in /v1/messages)."""
+    """Whether what stands before these brackets is a member of an answer, or of the one object in
+    an event: in a list, or deeper, the model wrote it (a tool call's input is no string in
+    /v1/messages)."""
     opened = closed = 0
     for token in rest:
         if token in ("{", "["):
@@ -1830,7 +2129,9 @@ def outermost(rest: list[str]) -> bool:
 def read_numbers(found: dict[str, float], numbers: Json) -> None:
     """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
     for key, number in numbers.items():
-        if key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:  # no bool, NaN or infinity
+        if (
+            key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15
+        ):  # no bool, NaN or infinity
             found[USAGE_KEYS[key]] = number
         elif isinstance(number, dict):
             read_numbers(found, number)
@@ -1846,7 +2147,9 @@ def settled(found: dict[str, float]) -> Usage:
         if "cache_n" in found:
             prompt, cached = found["prompt_n"] + found["cache_n"], found["cache_n"]
         elif cached is None and prompt is not None and prompt >= found["prompt_n"]:
-            cached = prompt - found["prompt_n"]  # before cache_n: prompt_n was already what had to be read
+            cached = (
+                prompt - found["prompt_n"]
+            )  # before cache_n: prompt_n was already what had to be read
     if cached is not None and prompt is not None:
         cached = min(cached, prompt)
     prompt, cached, output = (
@@ -1865,10 +2168,13 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 
 
 def hint_of(window: bytes) -> str:
-    """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do not tell."""
+    """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do
+    not tell."""
     words = ""
     with contextlib.suppress(ValueError, RecursionError):
-        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [window]:
+        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [
+            window
+        ]:
             for piece, call in hint_parts(json.loads(text)):
                 if call and not words.strip():
                     return call
@@ -1879,7 +2185,8 @@ def hint_of(window: bytes) -> str:
 
 
 def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what leads to `value`."""
+    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
+    leads to `value`."""
     for part in listed(value):
         yield from hint_parts(part, key)
     if not isinstance(value, dict):
@@ -1911,10 +2218,16 @@ BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 
 
 def segments_of(view: View) -> list[Segment]:
-    """The prompt in the order system, tools, turns; without reasoning, which clients and chat templates drop at will."""
+    """The prompt in the order system, tools, turns; without reasoning, which clients and chat
+    templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        found.append(Segment(f"tool {tool_name(tool)}", json.dumps(bare(tool) if isinstance(tool, dict) else tool)))
+        found.append(
+            Segment(
+                f"tool {tool_name(tool)}",
+                json.dumps(bare(tool) if isinstance(tool, dict) else tool),
+            )
+        )
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
@@ -1928,14 +2241,23 @@ def said(turn: Turn) -> str:
     """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
     content, item = turn.holder.get(turn.key), turn.item or {}
     rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
-    rest += [part for part in listed(content) if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS]
-    rest += [item.get(key) for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")]
-    return "\n".join(filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)]))
+    rest += [
+        part
+        for part in listed(content)
+        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS
+    ]
+    rest += [
+        item.get(key)
+        for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")
+    ]
+    return "\n".join(
+        filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)])
+    )
 
 
 def spelled(value: Any) -> str:
-    """A call or result as text. Arguments in any spelling are equal to the server, which parses them; an image's
-    bytes stand for few tokens, and are replaced by a hash."""
+    """A call or result as text. Arguments in any spelling are equal to the server, which parses
+    them; an image's bytes stand for few tokens, and are replaced by a hash."""
     if isinstance(value, list):
         return "\n".join(map(spelled, value))
     if isinstance(value, str):
@@ -1947,7 +2269,9 @@ def spelled(value: Any) -> str:
         if isinstance(function.get("arguments"), str):
             value["function"] = {**function, "arguments": spelled(function["arguments"])}
     text = json.dumps(value)
-    return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
+    return (
+        BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
+    )
 
 
 def text_size(text: str) -> int:
@@ -1956,7 +2280,8 @@ def text_size(text: str) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the end, or in lines."""
+    """Whether two texts are versions of one: half of the longer one is common at the start and the
+    end, or in lines."""
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
@@ -1966,11 +2291,14 @@ def alike(a: str, b: str) -> bool:
 
 def tool_name(tool: Any) -> str:
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"  # it stands in the log
+    return (
+        re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
+    )  # it stands in the log
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing characters."""
+    """Length of the common prefix, by halves: comparing slices is faster than comparing
+    characters."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -1997,7 +2325,8 @@ KINDS = (  # what a differing span looks like, most telling first
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or text."""
+    """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
+    text."""
     if at >= len(after):
         return "removed"
     if at >= len(before):
@@ -2007,7 +2336,9 @@ def kind_of(before: str, after: str, at: int) -> str:
         words = []
         for text in (before, after):
             hits = re.finditer(pattern, text[start : at + 80])
-            words.append(next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), ""))
+            words.append(
+                next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), "")
+            )
         if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
     return "text"
@@ -2016,12 +2347,15 @@ def kind_of(before: str, after: str, at: int) -> str:
 def around(text: str, at: int) -> str:
     """The line, or a piece of it, where two texts part."""
     end = text.find("\n", at + 1)
-    return text[max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)]
+    return text[
+        max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)
+    ]
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt began with."""
+    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt
+    began with."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2035,7 +2369,8 @@ class Verdict:
     away: bool = False  # the server was away since then
 
     def line(self) -> str:
-        """The second log line, for a prompt that was not reused; '' when there is nothing to say."""
+        """The second log line, for a prompt that was not reused; '' when there is nothing to
+        say."""
         if self.name == "rewritten" and self.kind in ("taken out", "put in"):
             return f"{self.where} was {self.kind}: {self.before or self.after!r}"
         if self.name == "rewritten":
@@ -2066,8 +2401,9 @@ ADVICE = {
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up to each of them;
-    `end` is one of all and that nothing follows. `first` is the place of the first turn."""
+    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up
+    to each of them; `end` is one of all and that nothing follows. `first` is the place of the first
+    turn."""
 
     __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
 
@@ -2075,8 +2411,12 @@ class Prompt:
         self.conversation, self.time = conversation, now
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
-        self.first = next((i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names))
-        self.chain = list(itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0))[1:]
+        self.first = next(
+            (i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names)
+        )
+        self.chain = list(
+            itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0)
+        )[1:]
         self.end = hash((*self.chain[-1:], "end"))
 
     def opening(self) -> str:
@@ -2087,7 +2427,8 @@ class Prompt:
         return [name[5:] for name in self.names if name.startswith("tool ")]
 
     def at(self, depth: int, where: str) -> str:
-        """The text of a segment, if it is one of that name: a role's marks stand in front of every text."""
+        """The text of a segment, if it is one of that name: a role's marks stand in front of every
+        text."""
         return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
 
     def shares(self, other: Prompt, depth: int) -> bool:
@@ -2096,7 +2437,8 @@ class Prompt:
 
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal beginnings are held once; bounded, oldest out first."""
+    """The last prompts, and what they had in common. Equal beginnings are held once; bounded,
+    oldest out first."""
 
     MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
 
@@ -2104,14 +2446,22 @@ class Ledger:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[int, int] = {}  # chain up to a segment, or end -> the newest entry that has it
+        self.index: dict[
+            int, int
+        ] = {}  # chain up to a segment, or end -> the newest entry that has it
         self.latest: dict[str, int] = {}  # conversation -> its newest entry
         self.count = 0  # of all prompts judged; the newest entry's number
 
     def judge(
-        self, segments: list[Segment], conversation: str, side: str = "", now: float = 0.0, lost_at: float = -1.0
+        self,
+        segments: list[Segment],
+        conversation: str,
+        side: str = "",
+        now: float = 0.0,
+        lost_at: float = -1.0,
     ) -> Verdict:
-        """Compare a prompt with those before it, then remember it. What the server says comes later, in settle().
+        """Compare a prompt with those before it, then remember it. What the server says comes
+        later, in settle().
 
         `lost_at` is when the server was last found away, on the clock of `now`.
         """
@@ -2122,7 +2472,8 @@ class Ledger:
         return verdict
 
     def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
-        """Find the stored prompt with the longest common prefix, and say where they part and why."""
+        """Find the stored prompt with the longest common prefix, and say where they part and
+        why."""
         chain, names, texts = prompt.chain, prompt.names, prompt.texts
         if not self.entries or not chain:
             return Verdict(side=side)
@@ -2130,9 +2481,13 @@ class Ledger:
         depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
         same = sum(map(len, texts[:depth]))
         entry = self.counterpart(prompt, depth)
-        newer = itertools.takewhile(lambda other: other is not entry, reversed(self.entries.values()))
+        newer = itertools.takewhile(
+            lambda other: other is not entry, reversed(self.entries.values())
+        )
         taken = any(other.conversation != prompt.conversation for other in newer)
-        verdict = Verdict("extended", same / total, side=side, taken=taken, away=entry.time < lost_at)
+        verdict = Verdict(
+            "extended", same / total, side=side, taken=taken, away=entry.time < lost_at
+        )
         if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
             return verdict
         old, new = entry.at(depth, names[depth]), texts[depth]
@@ -2143,9 +2498,15 @@ class Ledger:
         goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
         if depth < prompt.first:
             ours = goes_on and entry.opening() == prompt.opening()
-            rewritten = ours or verdict.kind == "tool order" or (verdict.kind != "tools changed" and alike(old, new))
+            rewritten = (
+                ours
+                or verdict.kind == "tool order"
+                or (verdict.kind != "tools changed" and alike(old, new))
+            )
         else:
-            rewritten = goes_on and (depth > prompt.first or entry.conversation == prompt.conversation)
+            rewritten = goes_on and (
+                depth > prompt.first or entry.conversation == prompt.conversation
+            )
         if rewritten and not side:  # a side request has a prompt of its own: no fault
             verdict.name = "rewritten"
         else:
@@ -2153,8 +2514,9 @@ class Ledger:
         return verdict
 
     def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
-        """The entry to compare with, of those that have most in common: this conversation's newest, else one with the
-        same tools, that opens with the same words, that agrees to the furthest line. Only the newest are looked at."""
+        """The entry to compare with, of those that have most in common: this conversation's newest,
+        else one with the same tools, that opens with the same words, that agrees to the furthest
+        line. Only the newest are looked at."""
         own = self.entries.get(self.latest.get(prompt.conversation, 0))
         if own is not None and own.shares(prompt, depth):
             return own
@@ -2166,7 +2528,11 @@ class Ledger:
 
         def agreement(entry: Prompt) -> tuple[bool, bool, int]:
             prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
-            return entry.names[: prompt.first] == head, entry.opening() == opening, new.rfind("\n", 0, prefix)
+            return (
+                entry.names[: prompt.first] == head,
+                entry.opening() == opening,
+                new.rfind("\n", 0, prefix),
+            )
 
         return max(fitting, key=agreement)
 
@@ -2174,7 +2540,9 @@ class Ledger:
         self.count += 1
         for place, link in enumerate(prompt.chain):
             if link in self.index:
-                prompt.texts[place] = self.entries[self.index[link]].texts[place]  # the string that is held already
+                prompt.texts[place] = self.entries[self.index[link]].texts[
+                    place
+                ]  # the string that is held already
             else:
                 self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
@@ -2199,9 +2567,12 @@ class Ledger:
 
 
 def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
-    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the change looks like."""
+    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
+    change looks like."""
     name, new = prompt.names[depth], prompt.texts[depth]
-    old_name, old = (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+    old_name, old = (
+        (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+    )
     was, now = entry.tools(), prompt.tools()
     turns = name.startswith("turn ") and old
     answers = "(assistant)" in name and "(assistant)" not in old_name
@@ -2219,7 +2590,11 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
         verdict.kind, verdict.after = "put in", around(new, 0)
     else:
         at = common_prefix(old, new)
-        verdict.kind, verdict.before, verdict.after = kind_of(old, new, at), around(old, at), around(new, at)
+        verdict.kind, verdict.before, verdict.after = (
+            kind_of(old, new, at),
+            around(old, at),
+            around(new, at),
+        )
 
 
 def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
@@ -2254,7 +2629,8 @@ SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there befo
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
-    """The name of a request that a client sends beside the conversation (title, suggestion, sub-agent); '' for others.
+    """The name of a request that a client sends beside the conversation (title, suggestion,
+    sub-agent); '' for others.
 
     Such requests have prompts of their own; that they share little is no fault.
     """
@@ -2264,7 +2640,9 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         return "title"
     if body.get("tools"):
         return ""
-    if "'title': {" in str(body.get("output_config") or body.get("text")):  # a property; every schema may have a title
+    if "'title': {" in str(
+        body.get("output_config") or body.get("text")
+    ):  # a property; every schema may have a title
         return "title"
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
@@ -2275,30 +2653,42 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     return ""
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Relay: HTTP on both sides. The only section that touches sockets of requests
-# ======================================================================================================================
+# ==================================================================================================
 
 HEAD_LIMIT = 65536  # bytes of a request's or response's head
 HEADER_LIMIT = 100  # header lines; llama-server has the same limit
 BODY_IDLE = 60.0  # seconds without a byte of a request body
-SEND_LIMIT = 300.0  # seconds a client may leave one piece of an answer unread: then its slot is freed
+SEND_LIMIT = (
+    300.0  # seconds a client may leave one piece of an answer unread: then its slot is freed
+)
 KEEP_IDLE = 120.0  # seconds a client's connection may stay open between requests
 REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
-QUIET_SECONDS = 0.02  # the server is silent this long: the model is working, and there is time to explain
+QUIET_SECONDS = (
+    0.02  # the server is silent this long: the model is working, and there is time to explain
+)
 LINGER = 2.0  # seconds a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
 PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
 PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
 LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
-TAP_BYTES = 65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
+TAP_BYTES = (
+    65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
+)
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and stays.
+# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and
+# stays.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection proxy-authenticate"
     b" proxy-authorization".split()
 )
-WRITTEN_ANEW = HOP_BY_HOP | {b"host", b"expect", b"content-length", b"x-kvproxy-conversation"}  # in requests
+WRITTEN_ANEW = HOP_BY_HOP | {
+    b"host",
+    b"expect",
+    b"content-length",
+    b"x-kvproxy-conversation",
+}  # in requests
 CHUNKED_DROPS = HOP_BY_HOP | {b"content-length"}  # in responses
 TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)" % TOKEN_BYTES.pattern)
@@ -2335,7 +2725,8 @@ class Stale(Exception):
 
 
 class Fields(Headers):
-    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by lower-case name."""
+    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by
+    lower-case name."""
 
     def __init__(self, lines: list[bytes]) -> None:
         """Raises BadHead."""
@@ -2346,7 +2737,9 @@ class Fields(Headers):
         for line in lines:
             found = FIELD_LINE.fullmatch(line)
             if not found:
-                raise BadHead("bad header line")  # also a bare CR, a NUL, a folded line, a space before the colon
+                raise BadHead(
+                    "bad header line"
+                )  # also a bare CR, a NUL, a folded line, a space before the colon
             name, value = found[1], found[2].strip(b" \t")
             self.append((name, value))
             self.by_name.setdefault(name.lower(), []).append(value)
@@ -2367,7 +2760,8 @@ def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
 
 
 def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadHead unless all values are equal plain numbers."""
+    """Content-Length, None when there is none. Raises BadHead unless all values are equal plain
+    numbers."""
     values = headers.all(b"content-length")
     if not values:
         return None
@@ -2389,8 +2783,8 @@ class Chunks:
         self.done, self.trailers = False, 0
 
     def feed(self, data: bytes, out: list[bytes]) -> int:
-        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than all: it is done).
-        Raises BadHead."""
+        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than
+        all: it is done). Raises BadHead."""
         at, size = 0, len(data)
         while at < size and not self.done:
             if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
@@ -2435,7 +2829,8 @@ class Chunks:
 
 
 class SelectPoll:
-    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind unread bytes."""
+    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind
+    unread bytes."""
 
     def __init__(self) -> None:
         self.wanted: dict[int, int] = {}
@@ -2453,7 +2848,9 @@ class SelectPoll:
 
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-Poll: Any = getattr(select, "poll", SelectPoll)  # select() itself cannot take descriptors above 1023
+Poll: Any = getattr(
+    select, "poll", SelectPoll
+)  # select() itself cannot take descriptors above 1023
 
 
 def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
@@ -2466,10 +2863,10 @@ def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
 class Wire:
     """A connected socket and the bytes read ahead from it.
 
-    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll in every call,
-    and with many threads each call that lets go of the interpreter's lock may cost a switch. TLS would wait for whole
-    records (its session tickets are no answer), and nobody would watch the client.
-    """
+    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll
+    in every call, and with many threads each call that lets go of the interpreter's lock may cost a
+    switch. TLS would wait for whole records (its session tickets are no answer), and nobody would
+    watch the client."""
 
     __slots__ = ("buf", "sock")
 
@@ -2494,7 +2891,8 @@ class Wire:
         raise TimeoutError
 
     def send(self, data: bytes) -> None:
-        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for SEND_LIMIT seconds."""
+        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for
+        SEND_LIMIT seconds."""
         rest: bytes | memoryview = data
         while True:
             try:
@@ -2508,24 +2906,30 @@ class Wire:
             rest = memoryview(rest)[sent:]
 
     def close(self, abort: bool = False) -> None:
-        """Close for good. `abort` sends RST, the only sign of a cut that a client without framing can see."""
+        """Close for good. `abort` sends RST, the only sign of a cut that a client without framing
+        can see."""
         with contextlib.suppress(OSError):
             if abort:
                 self.sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+                    socket.SOL_SOCKET,
+                    socket.SO_LINGER,
+                    struct.pack("hh" if os.name == "nt" else "ii", 1, 0),
                 )
             else:
-                self.sock.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() alone does not
+                self.sock.shutdown(
+                    socket.SHUT_RDWR
+                )  # wakes threads that wait on it; close() alone does not
         with contextlib.suppress(OSError):
             self.sock.close()
 
 
 class Pair:
-    """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees the model at once.
+    """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees
+    the model at once.
 
-    Peeking tells a client's end from pipelined bytes; once such bytes are there, only a hang-up is watched for, where
-    the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone, as it does for llama-server itself.
-    """
+    Peeking tells a client's end from pipelined bytes; once such bytes are there, only a hang-up is
+    watched for, where the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone,
+    as it does for llama-server itself."""
 
     __slots__ = ("answer", "client", "poller", "tls", "upstream")
     GONE = getattr(select, "POLLRDHUP", 0)
@@ -2543,8 +2947,8 @@ class Pair:
         self.poller.modify(self.client, READ | self.GONE)
 
     def wait(self, seconds: float, body: bool = False) -> str:
-        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is, when that is asked
-        for; or 'timeout'. Raises ClientGone."""
+        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is,
+        when that is asked for; or 'timeout'. Raises ClientGone."""
         if self.tls and self.upstream.pending():  # type: ignore[attr-defined]
             return "read"
         while found := self.poller.poll(seconds * 1000):
@@ -2582,7 +2986,8 @@ class Pair:
         self.poller.modify(self.client, self.GONE)  # a level-triggered poll would spin on them
 
     def read(self, seconds: float) -> bytes | None:
-        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone, OSError."""
+        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone,
+        OSError."""
         while self.wait(seconds) == "read":
             try:
                 return self.upstream.recv(65536)
@@ -2617,7 +3022,8 @@ class Request:
 
 @dataclasses.dataclass
 class Response:
-    """A response's head; `framing` tells how its body ends: none, length, chunked or close (RFC 9112 section 6.3)."""
+    """A response's head; `framing` tells how its body ends: none, length, chunked or close (RFC
+    9112 section 6.3)."""
 
     status: int
     reason: bytes
@@ -2632,19 +3038,23 @@ def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
     end = HEAD_END.search(raw)
     if end is None:
         return None
-    first, *lines = bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
+    first, *lines = (
+        bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
+    )
     return first, lines, end.end()
 
 
 def parse_request(line: bytes, lines: list[bytes]) -> Request:
-    """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes among it)."""
+    """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes
+    among it)."""
     match = REQUEST_LINE.fullmatch(line)
     if not match:
         raise Refused(400, "This is not an HTTP request line.")
     method, target, old = match[1].decode(), match[2], match[4] == b"0"
     if match[3] != b"1":
         raise Refused(
-            505, "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://."
+            505,
+            "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://.",
         )
     try:
         headers = Fields(lines)
@@ -2661,7 +3071,9 @@ def parse_request(line: bytes, lines: list[bytes]) -> Request:
     if hosts > 1 or (not hosts and not old):
         raise Refused(400, "A request needs one Host header.")
     if method == "CONNECT":
-        raise Refused(405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.")
+        raise Refused(
+            405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY."
+        )
     if target[:1] != b"/" and (absolute := re.match(rb"(?i)https?://[^/?#]*", target)):
         target = target[absolute.end() :]
         target = target if target[:1] == b"/" else b"/" + target
@@ -2686,20 +3098,27 @@ def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
         raise BadHead("unknown Transfer-Encoding")
     else:
         framing = "chunked" if coding else "close" if length is None else "length"
-    last = match[1] == b"0" or framing == "close" or b"close" in b",".join(headers.all(b"connection")).lower()
+    last = (
+        match[1] == b"0"
+        or framing == "close"
+        or b"close" in b",".join(headers.all(b"connection")).lower()
+    )
     return Response(status, match[3] or b"", headers, framing, length or 0, last)
 
 
 class Upstream:
-    """A connection to the backend. http.client connects (and does TLS); heads and bodies are read here, because
-    http.client takes 103 for the answer, splits headers at a bare CR and hides a body that was cut short."""
+    """A connection to the backend. http.client connects (and does TLS); heads and bodies are read
+    here, because http.client takes 103 for the answer, splits headers at a bare CR and hides a body
+    that was cut short."""
 
     __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
 
-    def __init__(self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any) -> None:
+    def __init__(
+        self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any
+    ) -> None:
         self.url, host = url, url.hostname or ""
-        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1 only. With TLS
-        # the name stays: the certificate has it.
+        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on
+        # 127.0.0.1 only. With TLS the name stays: the certificate has it.
         several = host == "localhost" and url.scheme == "http"
         hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
         faults = []
@@ -2724,7 +3143,8 @@ class Upstream:
         self.response: Response | None = None
 
     def head(self) -> Response | None:
-        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section 15.2) are dropped."""
+        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section
+        15.2) are dropped."""
         while self.response is None and (head := split_head(self.wire.buf)):
             try:
                 response = parse_response(head[0], head[1], self.method)
@@ -2740,7 +3160,8 @@ class Upstream:
         return self.response
 
     def answered(self) -> bool:
-        """Read what is there: whether the final answer's head has come, or the connection has ended."""
+        """Read what is there: whether the final answer's head has come, or the connection has
+        ended."""
         try:
             data = self.wire.sock.recv(65536)
         except AGAIN:
@@ -2768,7 +3189,8 @@ class Pool:
         return None
 
     def give(self, upstream: Upstream, response: Response) -> None:
-        """Keep a connection whose answer was read to its end, as long as the server says (Keep-Alive: timeout)."""
+        """Keep a connection whose answer was read to its end, as long as the server says
+        (Keep-Alive: timeout)."""
         seconds = REUSE_SECONDS
         if told := KEPT_FOR.search(b",".join(response.headers.all(b"keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
@@ -2813,7 +3235,8 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API, so that SDKs raise what their users know."""
+    """An error object in the style of the dialect's API, so that SDKs raise what their users
+    know."""
     dialect, _ = dialect_of(path)
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
@@ -2826,7 +3249,7 @@ class Relay(socketserver.BaseRequestHandler):
 
     server: Server
 
-    # --- the life of a connection -----------------------------------------------------------------------------------
+    # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
         self.proxy = self.server.proxy
@@ -2843,7 +3266,8 @@ class Relay(socketserver.BaseRequestHandler):
             seconds = KEEP_IDLE
 
     def finish(self) -> None:
-        """Close. Unread bytes of the client would turn that into a reset, and its answer would be lost (RFC 9112 9.6)."""
+        """Close. Unread bytes of the client would turn that into a reset, and its answer would be
+        lost (RFC 9112 9.6)."""
         if not self.abort:
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_WR)
@@ -2891,12 +3315,20 @@ class Relay(socketserver.BaseRequestHandler):
                 if head is not None and head[2] <= HEAD_LIMIT:
                     del wire.buf[: head[2]]
                     words = head[0].decode("latin-1").split(" ")
-                    self.method, self.path = words[0], words[1] if words[1:] else "/"  # how to word an error
+                    self.method, self.path = (
+                        words[0],
+                        words[1] if words[1:] else "/",
+                    )  # how to word an error
                     return parse_request(head[0], head[1])
                 if len(wire.buf) > HEAD_LIMIT:
-                    raise Refused(431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414, "The request's head is too long.")
+                    raise Refused(
+                        431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414,
+                        "The request's head is too long.",
+                    )
                 if not TOKEN_BYTES.match(wire.buf):
-                    raise Refused(400, "This is not HTTP; the address may need http:// instead of https://.")
+                    raise Refused(
+                        400, "This is not HTTP; the address may need http:// instead of https://."
+                    )
             try:
                 data = wire.read(until - time.monotonic())
             except TimeoutError:
@@ -2908,18 +3340,26 @@ class Relay(socketserver.BaseRequestHandler):
             wire.buf += data
 
     def respond(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: str = "application/json"
+        self,
+        status: int,
+        body: bytes,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        kind: str = "application/json",
     ) -> None:
         """An answer of the proxy's own, in one write."""
         lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
-        lines += [b"Content-Type: " + kind.encode(), b"Content-Length: %d" % len(body), b"Cache-Control: no-store"]
+        lines += [
+            b"Content-Type: " + kind.encode(),
+            b"Content-Length: %d" % len(body),
+            b"Cache-Control: no-store",
+        ]
         lines += [name + b": " + value for name, value in headers]
         if self.close_connection:
             lines.append(b"Connection: close")
         head = b"\r\n".join(lines) + b"\r\n\r\n"
         self.wire.send(head if self.method == "HEAD" else head + body)
 
-    # --- one request ------------------------------------------------------------------------------------------------
+    # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
         self.check_host(request)
@@ -2958,10 +3398,14 @@ class Relay(socketserver.BaseRequestHandler):
             self.proxy.finished(exchange)
 
     def check_host(self, request: Request) -> None:
-        """A web page that had its name resolve to this machine (DNS rebinding) sends its own name as Host."""
+        """A web page that had its name resolve to this machine (DNS rebinding) sends its own name
+        as Host."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            raise Refused(403, f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.")
+            raise Refused(
+                403,
+                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
+            )
 
     def check_length(self, length: int) -> None:
         limit = self.proxy.config.max_body_mb << 20
@@ -2994,12 +3438,17 @@ class Relay(socketserver.BaseRequestHandler):
 
     def expect(self, request: Request) -> None:
         """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
-        if request.get("expect").lower() == "100-continue" and not request.old and not self.wire.buf:
+        if (
+            request.get("expect").lower() == "100-continue"
+            and not request.old
+            and not self.wire.buf
+        ):
             with contextlib.suppress(OSError):  # it has left: receive() will see that
                 self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come for a minute."""
+        """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come
+        for a minute."""
         try:
             data = self.wire.read(BODY_IDLE, size)
         except TimeoutError:
@@ -3010,11 +3459,12 @@ class Relay(socketserver.BaseRequestHandler):
             raise ClientGone
         return data
 
-    # --- forwarding -------------------------------------------------------------------------------------------------
+    # --- forwarding -------------------------------------------------------------------------------
 
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on and relay the answer. A request is repeated only when it went out on a connection used
-        before and nothing came back: the server had closed it (RFC 9112 section 9.3.1)."""
+        """Send the request on and relay the answer. A request is repeated only when it went out on
+        a connection used before and nothing came back: the server had closed it (RFC 9112 section
+        9.3.1)."""
         backend = self.proxy.backend
         streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
         upstream = None if streamed else backend.pool.take()
@@ -3038,7 +3488,8 @@ class Relay(socketserver.BaseRequestHandler):
         self.relay(exchange, upstream, response)
 
     def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
-        """The head as it goes upstream: line, Host, the client's own headers in order, and the body's length."""
+        """The head as it goes upstream: line, Host, the client's own headers in order, and the
+        body's length."""
         request = exchange.request
         lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
         lines.append(b"Host: " + url.netloc.encode())
@@ -3051,11 +3502,13 @@ class Relay(socketserver.BaseRequestHandler):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that come from the client as they
-        are sent. Raises Stale when the connection turns out to be closed."""
+        """Send a request and read the answer's head; `streamed`: bytes of the body that come from
+        the client as they are sent. Raises Stale when the connection turns out to be closed."""
         try:
             pair = self.pair = Pair(self.request, upstream.wire.sock)
-            if pair.wait(0, body=streamed > 0) == "read" and upstream.expires:  # what an idle connection has is its end
+            if (
+                pair.wait(0, body=streamed > 0) == "read" and upstream.expires
+            ):  # what an idle connection has is its end
                 raise Stale
             upstream.begin(exchange.request.method)
             head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
@@ -3072,7 +3525,9 @@ class Relay(socketserver.BaseRequestHandler):
                 raise Refused(504, "The model server does not take the request's body.") from None
             except OSError:
                 pass  # it may have answered before it closed (413, 401): read that
-            if streamed and upstream.dirty:  # what is left of the body must not be taken for the next request
+            if (
+                streamed and upstream.dirty
+            ):  # what is left of the body must not be taken for the next request
                 self.close_connection = self.linger = True
             exchange.sent = time.monotonic()
             return self.response_head(exchange, upstream)
@@ -3097,7 +3552,8 @@ class Relay(socketserver.BaseRequestHandler):
                 return False
 
     def stream_body(self, upstream: Upstream, length: int) -> bool:
-        """Pass a body on as it comes; False when the server answered before it had read everything."""
+        """Pass a body on as it comes; False when the server answered before it had read
+        everything."""
         while length > 0:
             data = self.wire.take(length)
             if not data:
@@ -3115,7 +3571,8 @@ class Relay(socketserver.BaseRequestHandler):
         return True
 
     def response_head(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """The final answer's head. Raises Stale when the server closes the connection without a byte of one."""
+        """The final answer's head. Raises Stale when the server closes the connection without a
+        byte of one."""
         wire, pair, timeout = upstream.wire, self.pair, self.proxy.config.read_timeout
         while (response := upstream.head()) is None:
             if len(wire.buf) > HEAD_LIMIT:
@@ -3128,18 +3585,25 @@ class Relay(socketserver.BaseRequestHandler):
             except OSError:
                 data = b""
             if data is None:
-                raise Refused(504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT).")
-            if not data and (wire.buf or upstream.interim):  # then the request is not repeated: it may have been run
-                raise Refused(502, "The model server closed the connection in the head of its answer.")
+                raise Refused(
+                    504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT)."
+                )
+            if not data and (
+                wire.buf or upstream.interim
+            ):  # then the request is not repeated: it may have been run
+                raise Refused(
+                    502, "The model server closed the connection in the head of its answer."
+                )
             if not data:
                 raise Stale
             wire.buf += data
         return response
 
-    # --- relaying ---------------------------------------------------------------------------------------------------
+    # --- relaying ---------------------------------------------------------------------------------
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks off."""
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks
+        off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
         framing, old = response.framing, exchange.request.old
         self.close_connection = self.close_connection or old or self.proxy.stopping
@@ -3156,18 +3620,22 @@ class Relay(socketserver.BaseRequestHandler):
             self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
         except BaseException as fault:
             upstream.wire.close()
-            # Without framing a plain close looks like the end; RST does not (and a chunked client lacks its last chunk).
+            # Without framing a plain close looks like the end; RST does not (and a chunked client
+            # lacks its last chunk).
             self.abort = isinstance(fault, BrokenOff) and old and framing != "length"
             raise
         self.proxy.backend.pool.give(upstream, response)
 
     def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
-        """Send the client an answer's head and body. Raises Refused while nothing was sent, BrokenOff after that."""
+        """Send the client an answer's head and body. Raises Refused while nothing was sent,
+        BrokenOff after that."""
         send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
         if response.framing == "none" or (response.framing == "length" and not left):
             send(head)
             return
-        if not upstream.wire.buf:  # else it goes out with the first bytes of the body: one write, one packet
+        if (
+            not upstream.wire.buf
+        ):  # else it goes out with the first bytes of the body: one write, one packet
             send(head)
             head = b""
         chunks = Chunks() if response.framing == "chunked" else None
@@ -3180,7 +3648,9 @@ class Relay(socketserver.BaseRequestHandler):
                 except BadHead as error:
                     why = f"the server's chunks cannot be read ({error})"
                     if head:
-                        raise Refused(502, f"The model server's answer cannot be passed on: {why}.") from None
+                        raise Refused(
+                            502, f"The model server's answer cannot be passed on: {why}."
+                        ) from None
                     raise BrokenOff(why) from None
                 payload, done = b"".join(out), chunks.done
                 passed = payload if old else data[:used]
@@ -3191,7 +3661,9 @@ class Relay(socketserver.BaseRequestHandler):
                 done = not left
             else:
                 payload, done = data, not data
-                passed = data if old else b"%x\r\n%s\r\n" % (used, data)  # without data: the last chunk
+                passed = (
+                    data if old else b"%x\r\n%s\r\n" % (used, data)
+                )  # without data: the last chunk
             if used < len(data):  # belongs to nobody: the connection will not be used again
                 upstream.wire.buf += data[used:]
             if tap is not None:
@@ -3202,13 +3674,19 @@ class Relay(socketserver.BaseRequestHandler):
                 return
 
     def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
-        """An answer's body as the server sends it; b'' at its end if only that tells. Raises BrokenOff, ClientGone.
+        """An answer's body as the server sends it; b'' at its end if only that tells. Raises
+        BrokenOff, ClientGone.
 
-        As network cards moderate interrupts: when the streams bring more pieces than one interpreter can pass on singly,
-        each is read a little later, and then more at once. At a model's pace none waits. Nor does TLS, where each piece
-        is a record that must be read by itself.
-        """
-        wait, recv, busy, clock = self.pair.wait, upstream.wire.sock.recv, self.server.busy, time.monotonic
+        As network cards moderate interrupts: when the streams bring more pieces than one
+        interpreter can pass on singly, each is read a little later, and then more at once. At a
+        model's pace none waits. Nor does TLS, where each piece is a record that must be read by
+        itself."""
+        wait, recv, busy, clock = (
+            self.pair.wait,
+            upstream.wire.sock.recv,
+            self.server.busy,
+            time.monotonic,
+        )
         timeout, tls = self.proxy.config.read_timeout, self.pair.tls
         hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
         if upstream.wire.buf:
@@ -3255,17 +3733,21 @@ class Exchange:
         self.tap: Tap | None = None
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Server: the backend, the listening socket, and Proxy, which everything hangs on
-# ======================================================================================================================
+# ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}  # owned_by in /v1/models -> product
+OWNERS = {
+    "llamacpp": "llama-server",
+    "organization_owner": "LM Studio",
+}  # owned_by in /v1/models -> product
 
 
 class Backend:
-    """Where the model server is. With BACKEND_URL unset it is looked for again whenever it is not there."""
+    """Where the model server is. With BACKEND_URL unset it is looked for again whenever it is not
+    there."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.pool = config, Pool()
@@ -3294,8 +3776,8 @@ class Backend:
         return url
 
     def look(self) -> urllib.parse.SplitResult | None:
-        """The first candidate that answers like a model server. One look a second serves all who wait: a candidate
-        that hangs takes a second."""
+        """The first candidate that answers like a model server. One look a second serves all who
+        wait: a candidate that hangs takes a second."""
         if time.monotonic() < self.next_look:
             return None
         for url in map(urllib.parse.urlsplit, CANDIDATES):
@@ -3325,21 +3807,37 @@ class Backend:
             return 0, str(error)
 
     def describe(self) -> Json:
-        """Product, build, model, slots and context, as far as the server tells; {} when it does not answer."""
+        """Product, build, model, slots and context, as far as the server tells; {} when it does not
+        answer."""
         found: Json = {}
         status, props = self.ask("/props")
-        if status == 200 and isinstance(props, dict) and "error" not in props:  # LM Studio says 200 to any path
+        if (
+            status == 200 and isinstance(props, dict) and "error" not in props
+        ):  # LM Studio says 200 to any path
             context = members(props.get("default_generation_settings")).get("n_ctx")
-            found.update(product="llama-server", build=props.get("build_info"), slots=props.get("total_slots"))
-            found.update(context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1])
+            found.update(
+                product="llama-server",
+                build=props.get("build_info"),
+                slots=props.get("total_slots"),
+            )
+            found.update(
+                context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1]
+            )
         status, models = self.ask("/v1/models")
         if status:
             model = members(next(iter(listed(members(models).get("data"))), None))
             owner = str(model.get("owned_by") or "")
-            found.setdefault("product", OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"))
+            found.setdefault(
+                "product",
+                OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"),
+            )
             found["model"] = found.get("model") or model.get("id")
         if status not in (0, 200):
-            states = {401: "it wants an API key", 403: "it wants another API key", 503: "it is loading its model"}
+            states = {
+                401: "it wants an API key",
+                403: "it wants another API key",
+                503: "it is loading its model",
+            }
             found["state"] = states.get(status, f"it answers {status} to /v1/models")
         return {key: value for key, value in found.items() if value not in (None, "")}
 
@@ -3351,13 +3849,17 @@ def members(value: Any) -> Json:
 
 def described(found: Json) -> str:
     """What describe() found, for people."""
-    return ", ".join(f"{value}" if key in ("product", "state") else f"{key} {value}" for key, value in found.items())
+    return ", ".join(
+        f"{value}" if key in ("product", "state") else f"{key} {value}"
+        for key, value in found.items()
+    )
 
 
 def http_connection(
     url: urllib.parse.SplitResult, timeout: float, host: str = "", tls: Any = None
 ) -> http.client.HTTPConnection:
-    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms to build."""
+    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms
+    to build."""
     host = host or url.hostname or ""
     if url.scheme == "https":
         return http.client.HTTPSConnection(host, url.port, timeout=timeout, context=tls)
@@ -3378,8 +3880,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def fetch(url: urllib.parse.SplitResult, path: str, timeout: float, key: str = "") -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it fails."""
+def fetch(
+    url: urllib.parse.SplitResult, path: str, timeout: float, key: str = ""
+) -> tuple[int, Any]:
+    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it
+    fails."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
             connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
@@ -3397,7 +3902,9 @@ class Server(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 1024  # with 5, the default, a burst of clients waits for SYN retransmits of 1, 3, 7 s
+    request_queue_size = (
+        1024  # with 5, the default, a burst of clients waits for SYN retransmits of 1, 3, 7 s
+    )
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
 
     def __init__(self, proxy: Proxy) -> None:
@@ -3431,13 +3938,17 @@ class Server(socketserver.ThreadingTCPServer):
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second.")
+        body = error_body(
+            "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
+        )
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         with contextlib.suppress(OSError):
             request.settimeout(1)
             request.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(0.2)  # unread bytes would turn the close into a reset, and the answer would be lost
+            request.settimeout(
+                0.2
+            )  # unread bytes would turn the close into a reset, and the answer would be lost
             request.recv(65536)
         self.shutdown_request(request)
 
@@ -3468,7 +3979,9 @@ class Proxy:
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
         self.scrubber = Scrubber(self.config)
-        self.reader = Reader(self.scrubber if self.config.scrub else None, self.config.replay_mb << 17)
+        self.reader = Reader(
+            self.scrubber if self.config.scrub else None, self.config.replay_mb << 17
+        )
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
@@ -3480,20 +3993,25 @@ class Proxy:
         self.running, self.last_end = 0, time.monotonic()
         self.guard, self.life = threading.Lock(), threading.Lock()
         self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
-        self.allowed = {name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()}
+        self.allowed = {
+            name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
+        }
         self.loopback_only = is_loopback(self.config.listen_host)
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def start(self) -> Proxy:
-        """Listen and serve in the background; nothing if it does already. Raises OSError when the address is taken."""
+        """Listen and serve in the background; nothing if it does already. Raises OSError when the
+        address is taken."""
         with self.life:
             if self.server is not None:
                 return self
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
-            self.thread = threading.Thread(target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True)
+            self.thread = threading.Thread(
+                target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True
+            )
             self.thread.start()
         return self
 
@@ -3506,7 +4024,9 @@ class Proxy:
             self.stopping = True
             self.warmup.stop()
             with contextlib.suppress(OSError):
-                server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it, on Linux
+                server.socket.shutdown(
+                    socket.SHUT_RDWR
+                )  # wakes the thread that waits in it, on Linux
             server.shutdown()
             server.server_close()
             until = time.monotonic() + grace
@@ -3536,7 +4056,8 @@ class Proxy:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot hold, or a set one."""
+        """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
+        hold, or a set one."""
         if host in self.hosts:
             return True
         if len(host) > 300 or re.search(r"[@/?#\\]", host):
@@ -3552,7 +4073,7 @@ class Proxy:
             remember(self.hosts, host, True)
         return known
 
-    # --- before a request is forwarded ----------------------------------------------------------------------------------
+    # --- before a request is forwarded ------------------------------------------------------------
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
@@ -3589,10 +4110,11 @@ class Proxy:
         if report.edits():
             exchange.forwarded = view.dump()
 
-    # --- while the model works ------------------------------------------------------------------------------------------
+    # --- while the model works --------------------------------------------------------------------
 
     def quiet(self, exchange: Exchange) -> None:
-        """Learn from a request and explain it. Called once, when the server is silent or has answered."""
+        """Learn from a request and explain it. Called once, when the server is silent or has
+        answered."""
         view = exchange.view
         if view is None or exchange.counting or exchange.explained:
             return
@@ -3602,7 +4124,9 @@ class Proxy:
             side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
             exchange.idle = exchange.started - self.last_end
             talk, now = exchange.trace.conversation, time.monotonic()
-            exchange.verdict = self.ledger.judge(segments_of(view), talk, side, now, self.backend.lost_at)
+            exchange.verdict = self.ledger.judge(
+                segments_of(view), talk, side, now, self.backend.lost_at
+            )
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -3612,7 +4136,9 @@ class Proxy:
             return []
         self.quiet(exchange)
         report, verdict = exchange.report, exchange.verdict
-        told = f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
+        told = (
+            f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
+        )
         told += f" regex={report.regex_removed} lifted={report.lifted} dropped={report.dropped}"
         fields: Json = {"Removed": told, "Replayed": report.replayed}
         if verdict is not None:
@@ -3633,11 +4159,15 @@ class Proxy:
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if answered or not exchange.status:  # 0: the client left; the server may have read the prompt
+            if (
+                answered or not exchange.status
+            ):  # 0: the client left; the server may have read the prompt
                 self.quiet(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            first, last = exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
+            first, last = (
+                exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
+            )
             exchange.usage = usage_of(first, last)
             if exchange.trace.newest:
                 self.replay.answered(exchange.trace, hint_of(first) if answered else None)
@@ -3672,21 +4202,38 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without the query, which may hold a key, and without control characters."""
+    """A request's path for the log: without the query, which may hold a key, and without control
+    characters."""
     return path.split("?")[0].encode("ascii", "backslashreplace").decode()
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: the line, and a second one when a prompt was not reused for a reason."""
-    request, report, usage, verdict = exchange.request, exchange.report, exchange.usage, exchange.verdict
+    """The log of one request: the line, and a second one when a prompt was not reused for a
+    reason."""
+    request, report, usage, verdict = (
+        exchange.request,
+        exchange.report,
+        exchange.usage,
+        exchange.verdict,
+    )
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        always = ("items", "ts_removed", "msg_ids_removed", "items_modified")  # the original's line, which scripts read
+        always = (
+            "items",
+            "ts_removed",
+            "msg_ids_removed",
+            "items_modified",
+        )  # the original's line, which scripts read
         counts = {name: count for name, count in vars(report).items() if name != "note"}
         parts += [f"{name}={counts.pop(name)}" for name in always]
-        parts += [f"stream={exchange.stream}", *(f"{name}={count}" for name, count in counts.items() if count)]
+        parts += [
+            f"stream={exchange.stream}",
+            *(f"{name}={count}" for name, count in counts.items() if count),
+        ]
         if usage.cached is not None and usage.prompt:
-            parts.append(f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)")
+            parts.append(
+                f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)"
+            )
         elif exchange.status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
@@ -3713,10 +4260,18 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=20)  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(maxlen=60)  # time, share, verdict
-        self.rates: collections.deque[float] = collections.deque(maxlen=50)  # measured ms per prompt token
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()  # (label in METRIC_HELP, its value)
+        self.window: collections.deque[tuple[int, int, str]] = collections.deque(
+            maxlen=20
+        )  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]] = collections.deque(
+            maxlen=60
+        )  # time, share, verdict
+        self.rates: collections.deque[float] = collections.deque(
+            maxlen=50
+        )  # measured ms per prompt token
+        self.counts: collections.Counter[tuple[str, str]] = (
+            collections.Counter()
+        )  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.kept = 0  # bytes of the bodies in `recent`
         self.saved = 0.0  # seconds
@@ -3747,7 +4302,9 @@ class Metrics:
             read, ms = usage.prompt - usage.cached, usage.prompt_ms
             self.counts["state", "reused"] += usage.cached
             self.counts["state", "read"] += read
-            if ms is None and exchange.stream and exchange.begun:  # the first event comes when the prompt is read
+            if (
+                ms is None and exchange.stream and exchange.begun
+            ):  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
             if ms is not None and read >= 32:
                 self.rates.append(ms / read)
@@ -3766,7 +4323,8 @@ class Metrics:
         return sum(cached for cached, _, _ in self.window) / total if total else None
 
     def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and falls again."""
+        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and
+        falls again."""
         rate = self.hit_rate()
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
@@ -3776,17 +4334,21 @@ class Metrics:
         return ""
 
     def cause(self, *spared: str) -> str:
-        """The most frequent reason why the requests of the window were not reused; `spared` verdicts are none."""
+        """The most frequent reason why the requests of the window were not reused; `spared`
+        verdicts are none."""
         names = [name for _, _, name in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest are let go when all take too much memory."""
+        """Keep a request for the page; the bodies of the oldest are let go when all take too much
+        memory."""
 
         def size(one: Exchange) -> int:
-            return len(one.received or b"") + (0 if one.forwarded is one.received else len(one.forwarded or b""))
+            return len(one.received or b"") + (
+                0 if one.forwarded is one.received else len(one.forwarded or b"")
+            )
 
         if len(self.recent) == self.recent.maxlen:
             self.kept -= size(self.recent[0])
@@ -3800,7 +4362,8 @@ class Metrics:
 
 
 class Capture:
-    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the proxy."""
+    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the
+    proxy."""
 
     SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
 
@@ -3825,12 +4388,16 @@ class Capture:
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
         """The row of a request: its body as JSON if that loses nothing, else as text."""
-        names = [(name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers]
+        names = [
+            (name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers
+        ]
         row: Json = {
             "method": exchange.request.method,
             "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
             "time": exchange.time,
-            "headers": {name: "***" if self.SECRET.search(name) else value for name, value in names},
+            "headers": {
+                name: "***" if self.SECRET.search(name) else value for name, value in names
+            },
             "status": exchange.status,
             "report": vars(exchange.report),
             "usage": vars(exchange.usage),
@@ -3838,11 +4405,16 @@ class Capture:
         }
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
-        return json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":")) + "\n"
+        return (
+            json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
+            + "\n"
+        )
 
     def without_secret(self, member: re.Match[str]) -> str:
         """A member of a query; the value of a key, a token and their like is not told."""
-        return f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
+        return (
+            f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
+        )
 
     def append(self, line: str) -> None:
         while self.file is None or (self.size and self.size + len(line) > self.limit):
@@ -3863,7 +4435,8 @@ class Capture:
 
 
 def open_private(path: str, flag: int) -> Any:
-    """A text file to write that only its owner may read, also one that was there already. Raises OSError."""
+    """A text file to write that only its owner may read, also one that was there already. Raises
+    OSError."""
     number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
     if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
         with contextlib.suppress(OSError):
@@ -3872,9 +4445,13 @@ def open_private(path: str, flag: int) -> Any:
 
 
 class Warmup:
-    """Remembers the heads of recent conversations and has the server read them before the first real turn needs them."""
+    """Remembers the heads of recent conversations and has the server read them before the first
+    real turn needs them."""
 
-    FIRST_WAIT, AWAY_WAIT = 1.0, 5.0  # seconds of quiet before the first try, and between looks at the server
+    FIRST_WAIT, AWAY_WAIT = (
+        1.0,
+        5.0,
+    )  # seconds of quiet before the first try, and between looks at the server
     NOT_READY = (0, 502, 503, 504)
     KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
             "reasoning_effort", "chat_template_kwargs")  # fmt: skip
@@ -3909,17 +4486,20 @@ class Warmup:
         if self.thread is not None:
             self.thread.join(5)
 
-    # --- the heads and their file ---------------------------------------------------------------------------------------
+    # --- the heads and their file -----------------------------------------------------------------
 
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that new ones match."""
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
+        new ones match."""
         path, replay = self.config.warmup_file, self.proxy.replay
         try:
             with open(path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
-                view = view_of(head["body"], dialect) if dialect is not None and not counting else None
+                view = (
+                    view_of(head["body"], dialect) if dialect is not None and not counting else None
+                )
                 if view is None:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
@@ -3928,7 +4508,14 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
@@ -3950,12 +4537,18 @@ class Warmup:
             return
         body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        body.update({view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False})
+        body.update(
+            {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
+        )
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
         if body.get("tool_choice") not in (None, "auto", "none"):
             del body["tool_choice"]
         key = digest(view.dialect.name, dump(body)).hex()
-        self.keys = {name: found for name in ("authorization", "x-api-key") if (found := exchange.request.get(name))}
+        self.keys = {
+            name: found
+            for name in ("authorization", "x-api-key")
+            if (found := exchange.request.get(name))
+        }
         with self.guard:
             newest = next(reversed(self.heads), None)
             self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
@@ -3982,10 +4575,11 @@ class Warmup:
             self.proxy.log.warning("%s", text)
         self.warned = True
 
-    # --- the work -----------------------------------------------------------------------------------------------------
+    # --- the work ---------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once. The thread that reads closes the socket."""
+        """A client's request goes first: give the model up at once. The thread that reads closes
+        the socket."""
         sock = self.current
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -4001,7 +4595,8 @@ class Warmup:
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def step(self) -> None:
-        """Warm up after a start and after the backend was away; repeat the newest head while idle, if that is wanted."""
+        """Warm up after a start and after the backend was away; repeat the newest head while idle,
+        if that is wanted."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -4038,14 +4633,18 @@ class Warmup:
         """Have the server read a head; returns the status, 0 without an answer."""
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            with contextlib.closing(http_connection(url, self.config.connect_timeout, tls=tls)) as connection:
+            with contextlib.closing(
+                http_connection(url, self.config.connect_timeout, tls=tls)
+            ) as connection:
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
                 self.current = connection.sock
                 if self.proxy.running or self.over.is_set():  # it came before it could interrupt
                     return 0
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request("POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers)
+                connection.request(
+                    "POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers
+                )
                 response = connection.getresponse()
                 response.read()
                 return response.status
@@ -4055,9 +4654,9 @@ class Warmup:
             self.current = None
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Status: the proxy's own endpoints, under /kvproxy
-# ======================================================================================================================
+# ==================================================================================================
 
 # The page is complete without its script, which only renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
@@ -4115,7 +4714,11 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # of verdicts; all others are neither
+TONES = {
+    "extended": "good",
+    "rewritten": "bad",
+    "lost": "bad",
+}  # of verdicts; all others are neither
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -4123,13 +4726,29 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens as the server reported them, reused or read."),
-    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimated seconds of reading that reuse saved."),
-    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Share of prompt tokens reused over the last 20 requests."),
+    (
+        "kvproxy_prompt_tokens_total",
+        "state",
+        "Prompt tokens as the server reported them, reused or read.",
+    ),
+    (
+        "kvproxy_saved_seconds_total",
+        lambda on: on.metrics.saved,
+        "Estimated seconds of reading that reuse saved.",
+    ),
+    (
+        "kvproxy_hit_ratio",
+        lambda on: on.metrics.hit_rate(),
+        "Share of prompt tokens reused over the last 20 requests.",
+    ),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
-    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "When the proxy started, in seconds since the epoch."),
+    (
+        "kvproxy_start_time_seconds",
+        lambda on: on.metrics.since,
+        "When the proxy started, in seconds since the epoch.",
+    ),
 )
 
 Answer = tuple[int, bytes, Headers, str]
@@ -4152,7 +4771,9 @@ class Pages:
         if not self.proxy.known_host(request.get("host")):
             return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            return self.json(200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state})
+            return self.json(
+                200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
+            )
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not is_loopback(peer) or not self.same_site(request):
@@ -4160,9 +4781,14 @@ class Pages:
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:
-            kept = {f"/kvproxy/requests/{exchange.number}": exchange for exchange in self.proxy.metrics.recent}
+            kept = {
+                f"/kvproxy/requests/{exchange.number}": exchange
+                for exchange in self.proxy.metrics.recent
+            }
         if path == "/kvproxy/requests":
-            return self.json(200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]})
+            return self.json(
+                200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
+            )
         if path in kept:
             return self.json(200, self.detail(kept[path]))
         return self.error(404, "There is no such page.")
@@ -4194,29 +4820,42 @@ class Pages:
             "report": dataclasses.asdict(exchange.report),
             "usage": {**dataclasses.asdict(usage), "read": usage.read()},
             "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1) if exchange.begun else None,
+            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1)
+            if exchange.begun
+            else None,
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
     def detail(self, exchange: Exchange) -> Json:
         """A request with its body as received and as forwarded, and what differs."""
         row = {**self.row(exchange), "received": None, "forwarded": None}
-        received, forwarded = exchange.received, exchange.forwarded  # another thread may let go of them
+        received, forwarded = (
+            exchange.received,
+            exchange.forwarded,
+        )  # another thread may let go of them
         if received is None or forwarded is None:
             return {**row, "note": "the bodies were dropped to save memory"}
-        row["received"], row["forwarded"] = (raw.decode("utf-8", "replace") for raw in (received, forwarded))
+        row["received"], row["forwarded"] = (
+            raw.decode("utf-8", "replace") for raw in (received, forwarded)
+        )
         row["diff"] = []
         if forwarded is received:
             return row
-        with contextlib.suppress(RecursionError):  # both are JSON; with an indent, dumps goes less deep than parse()
+        with contextlib.suppress(
+            RecursionError
+        ):  # both are JSON; with an indent, dumps goes less deep than parse()
             before, after = (
-                json.dumps(json.loads(raw), indent=1, ensure_ascii=False).replace("\\n", "\n").splitlines()
+                json.dumps(json.loads(raw), indent=1, ensure_ascii=False)
+                .replace("\\n", "\n")
+                .splitlines()
                 for raw in (received, forwarded)
             )
             if max(len(before), len(after)) > self.DIFF_LINES:
                 row["note"] = "the bodies are too long for a diff"
             else:
-                row["diff"] = list(difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2))
+                row["diff"] = list(
+                    difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2)
+                )
         return row
 
     def metrics(self) -> str:
@@ -4228,24 +4867,46 @@ class Pages:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
                 if isinstance(source, str):
-                    lines += [f'{name}{{{label}="{of}"}} {count}' for (label, of), count in counts if label == source]
+                    lines += [
+                        f'{name}{{{label}="{of}"}} {count}'
+                        for (label, of), count in counts
+                        if label == source
+                    ]
                 elif (value := source(self.proxy)) is not None:
                     lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
 
-    # --- the page -----------------------------------------------------------------------------------------------------
+    # --- the page ---------------------------------------------------------------------------------
 
     def page(self) -> Answer:
         nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            parts = {"state": state, "tone": tone, "hint": hint, "facts": self.facts(), "chart": self.chart()}
+            parts = {
+                "state": state,
+                "tone": tone,
+                "hint": hint,
+                "facts": self.facts(),
+                "chart": self.chart(),
+            }
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = "<li>None yet.</li>" if self.proxy.config.keep_requests else "<li>None are kept (KEEP_REQUESTS=0).</li>"
-        parts |= {"rows": rows or none, "settings": self.settings(), "nonce": nonce, "version": __version__}
+        none = (
+            "<li>None yet.</li>"
+            if self.proxy.config.keep_requests
+            else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        )
+        parts |= {
+            "rows": rows or none,
+            "settings": self.settings(),
+            "nonce": nonce,
+            "version": __version__,
+        }
         policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
         policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        headers = [(b"Content-Security-Policy", policy.encode()), (b"X-Content-Type-Options", b"nosniff")]
+        headers = [
+            (b"Content-Security-Policy", policy.encode()),
+            (b"X-Content-Type-Options", b"nosniff"),
+        ]
         headers.append((b"Referrer-Policy", b"no-referrer"))
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
@@ -4255,24 +4916,38 @@ class Pages:
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
-            return f"The model server {words} ({last.status})", "bad", last.fault or "It may be loading its model."
+            return (
+                f"The model server {words} ({last.status})",
+                "bad",
+                last.fault or "It may be loading its model.",
+            )
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         if metrics.judged and not metrics.points:
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
-            return "No prompt yet", "fair", "Set your agent's base URL to this address and send something."
+            return (
+                "No prompt yet",
+                "fair",
+                "Set your agent's base URL to this address and send something.",
+            )
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
         firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            return f"{firsts}, nothing to reuse so far", "fair", "Nothing can be reused until a conversation goes on."
+            return (
+                f"{firsts}, nothing to reuse so far",
+                "fair",
+                "Nothing can be reused until a conversation goes on.",
+            )
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
         left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
         hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        example = next((f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), "")
+        example = next(
+            (f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), ""
+        )
         hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
@@ -4290,13 +4965,21 @@ class Pages:
         }
         if proxy.warmup.enabled():
             facts["warm-up"] = proxy.warmup.state
-        return "".join(f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts.items())
+        return "".join(
+            f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>"
+            for name, value in facts.items()
+        )
 
     def chart(self) -> str:
-        """Bars, and a label that tells screen readers what they show. Text stands beside the drawing, which stretches."""
+        """Bars, and a label that tells screen readers what they show. Text stands beside the
+        drawing, which stretches."""
         points = self.proxy.metrics.points
         if not points:
-            reason = "The server reports no numbers." if self.proxy.metrics.judged else "Nothing to show yet."
+            reason = (
+                "The server reports no numbers."
+                if self.proxy.metrics.judged
+                else "Nothing to show yet."
+            )
             return f'<p class="soft">{reason}</p>'
         bars = ""
         for place, (when, share, name) in enumerate(points):
@@ -4328,7 +5011,10 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side, tone = f" ({verdict.side} request)" if verdict.side else "", TONES.get(verdict.name, "")
+            side, tone = (
+                f" ({verdict.side} request)" if verdict.side else "",
+                TONES.get(verdict.name, ""),
+            )
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
@@ -4341,7 +5027,13 @@ class Pages:
         rows = ""
         for name, _, meaning in Config.table():
             value = getattr(self.proxy.config, name.lower())
-            value = "  ".join(value) if isinstance(value, tuple) else int(value) if isinstance(value, bool) else value
+            value = (
+                "  ".join(value)
+                if isinstance(value, tuple)
+                else int(value)
+                if isinstance(value, bool)
+                else value
+            )
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
@@ -4361,13 +5053,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Commands: demo, bench, check, inspect, serve
-# ======================================================================================================================
+# ==================================================================================================
 
-# --- an OpenClaw-shaped conversation, for demo and bench ---------------------------------------------------------------
+# --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with", "its")
+WORDS = (
+    "box",
+    "reads",
+    "file",
+    "writes",
+    "patch",
+    "server",
+    "tests",
+    "fail",
+    "look",
+    "line",
+    "again",
+    "with",
+    "its",
+)
 
 
 def filler(count: int, seed: int) -> str:
@@ -4376,11 +5082,14 @@ def filler(count: int, seed: int) -> str:
 
 
 def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str, Usage, float]:
-    """(answer, usage, ms to the first byte) of a streamed chat request. Raises OSError, ValueError or HTTPException."""
+    """(answer, usage, ms to the first byte) of a streamed chat request. Raises OSError, ValueError
+    or HTTPException."""
     with contextlib.closing(http_connection(url, timeout)) as connection:
         started = time.monotonic()
         headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
-        connection.request("POST", under(url, b"/v1/chat/completions").decode(), dump(body), headers)
+        connection.request(
+            "POST", under(url, b"/v1/chat/completions").decode(), dump(body), headers
+        )
         response = connection.getresponse()
         data = response.read1(65536)
         first = 1000 * (time.monotonic() - started)
@@ -4391,19 +5100,28 @@ def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str,
     return hint_of(data), usage_of(data), first
 
 
-def play(url: str, tokens: int, turns: int, mark: str, timeout: float, say: Callable[[str], None]) -> list[Json]:
-    """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on every turn.
+def play(
+    url: str, tokens: int, turns: int, mark: str, timeout: float, say: Callable[[str], None]
+) -> list[Json]:
+    """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on
+    every turn.
 
-    `mark` stands at the front of the prompt, so that runs with different marks share nothing. Returns a row per turn.
-    Raises what ask() raises.
-    """
+    `mark` stands at the front of the prompt, so that runs with different marks share nothing.
+    Returns a row per turn. Raises what ask() raises."""
     rows: list[Json] = []
     history: list[Json] = []
     project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "sender_id": "user-1", "channel": "webchat"}
-        block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
+        meta = {
+            "schema": "openclaw.inbound_meta.v1",
+            "message_id": ident,
+            "sender_id": "user-1",
+            "channel": "webchat",
+        }
+        block = (
+            f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
+        )
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
@@ -4411,64 +5129,109 @@ def play(url: str, tokens: int, turns: int, mark: str, timeout: float, say: Call
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
         messages = [{"role": "system", "content": system}, *history]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0}
+        body = {
+            "model": "local",
+            "messages": messages,
+            "stream": True,
+            "max_tokens": 16,
+            "temperature": 0,
+        }
         answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        rows.append({"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached, "ms": ms})
+        rows.append(
+            {
+                "turn": turn,
+                "prompt": usage.prompt,
+                "read": usage.read(),
+                "reused": usage.cached,
+                "ms": ms,
+            }
+        )
         say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
 
-def compare(args: argparse.Namespace, config: Config, simulated: bool, say: Callable[[str], None]) -> None:
-    """Play against config.backend_url, straight and then through a proxy with these settings, and print both runs."""
+def compare(
+    args: argparse.Namespace, config: Config, simulated: bool, say: Callable[[str], None]
+) -> None:
+    """Play against config.backend_url, straight and then through a proxy with these settings, and
+    print both runs."""
     mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
     straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
     say("")
-    quiet: Json = {"warmup_file": "", "keepalive_seconds": 0, "capture_file": "", "log_level": "error"}
-    with Proxy(dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)) as proxy:
+    quiet: Json = {
+        "warmup_file": "",
+        "keepalive_seconds": 0,
+        "capture_file": "",
+        "log_level": "error",
+    }
+    with Proxy(
+        dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
+    ) as proxy:
         through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        print(json.dumps({"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}))
+        print(
+            json.dumps(
+                {"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}
+            )
+        )
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
     for pair in zip(straight, through, strict=True):
-        cells = [["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair]
-        print(f"{pair[0]['turn']:>5} | " + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells))
+        cells = [
+            ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair
+        ]
+        print(
+            f"{pair[0]['turn']:>5} | "
+            + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells)
+        )
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read at MS a word."""
+    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
+    at MS a word."""
 
     MS = 0.02
     server: SimulatedHost
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"])
+        prompt = "\n".join(
+            f"{message['role']}: {message['content']}" for message in body["messages"]
+        )
         cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
         self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS, "predicted_n": 2}
+        timings = {
+            "cache_n": cached,
+            "prompt_n": read,
+            "prompt_ms": read * self.MS,
+            "predicted_n": 2,
+        }
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n")
+        self.wfile.write(
+            b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
+        )
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DNS for this machine's name
+class SimulatedHost(
+    socketserver.ThreadingTCPServer
+):  # HTTPServer would ask DNS for this machine's name
     daemon_threads = True
     slot = ""
 
@@ -4476,12 +5239,21 @@ class SimulatedHost(socketserver.ThreadingTCPServer):  # HTTPServer would ask DN
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
-        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes")
+        print(
+            "An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes"
+        )
         print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
     with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         try:
-            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"), True, lambda line: None)
+            compare(
+                args,
+                Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"),
+                True,
+                lambda line: None,
+            )
         finally:
             server.shutdown()
     if not args.json:
@@ -4497,11 +5269,18 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().wire.close()
     except OSError as error:
-        print(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.", file=sys.stderr)
+        print(
+            f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.",
+            file=sys.stderr,
+        )
         return 1
     total = args.tokens * (args.turns + 1)
-    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy.")
-    say(f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens.")
+    say(
+        f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy."
+    )
+    say(
+        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens."
+    )
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), False, say)
@@ -4517,17 +5296,27 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL.")
+        print(
+            f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL."
+        )
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        print("Set API_KEY and try again." if "key" in found["state"] else "Try again when it is ready.")
+        print(
+            "Set API_KEY and try again."
+            if "key" in found["state"]
+            else "Try again when it is ready."
+        )
         return 1
     advice = []
     status, rows = backend.ask("/slots")
     if status != 200 or not isinstance(rows, list):
-        reason = "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
-        print(f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it")
+        reason = (
+            "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
+        )
+        print(
+            f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it"
+        )
     elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
@@ -4537,7 +5326,9 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
                       " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
     elif slots is not None:
-        advice.append("With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other.")
+        advice.append(
+            "With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other."
+        )
     if isinstance(context, int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
@@ -4546,25 +5337,40 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-# --- inspect: captures and llama-server logs ----------------------------------------------------------------------------
+# --- inspect: captures and llama-server logs ------------------------------------------------------
 
 LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
     (name, re.compile(pattern))
     for name, pattern in (
-        ("slot", r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?"),
+        (
+            "slot",
+            r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
+        ),
         ("slot", r"selected slot by (?P<lru>LRU)"),
-        ("prompt", r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)"),
+        (
+            "prompt",
+            r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
+        ),
         ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
         ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
         ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
         ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
-        ("eval", r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens"),
+        (
+            "eval",
+            r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens",
+        ),
         ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
         ("start", r"server is listening on|loading model"),
     )
 )
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
-LOG_TYPES: dict[str, type] = {"lru": str, "forced": str, "sim": float, "keep": float, "ms": float}  # all others: int
+LOG_TYPES: dict[str, type] = {
+    "lru": str,
+    "forced": str,
+    "sim": float,
+    "keep": float,
+    "ms": float,
+}  # all others: int
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -4612,7 +5418,13 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
-                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "example": row["what"]}
+                new = {
+                    "cause": row["cause"],
+                    "requests": 0,
+                    "tokens": 0,
+                    "cured": 0,
+                    "example": row["what"],
+                }
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
@@ -4624,19 +5436,24 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
         return 0
     if not number:
-        print("No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4).")
+        print(
+            "No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4)."
+        )
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
     for found in told:
-        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
+        waste = (
+            f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
+        )
         text = f"{found['cause']}: {waste} {found['advice']}"
         print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in bytes, 0: not known."""
+    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
+    bytes, 0: not known."""
     shown = time.monotonic()
     while line := file.readline(PARSE_LIMIT):
         yield from reader.line(line)
@@ -4648,7 +5465,9 @@ def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
 
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    tokens, read = ("-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read"))
+    tokens, read = (
+        "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
+    )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
     return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
 
@@ -4664,18 +5483,26 @@ def inspect_advice(found: Json) -> str:
 
 
 class LogReader:
-    """Reads a capture or a server log line by line; a row per request comes out when it is complete."""
+    """Reads a capture or a server log line by line; a row per request comes out when it is
+    complete."""
 
     def __init__(self, config: Config) -> None:
         limit = config.ledger_mb << 20
-        self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, and as kvproxy would have sent it
+        self.ledger, self.cured = (
+            Ledger(limit),
+            Ledger(limit),
+        )  # as captured, and as kvproxy would have sent it
         self.scrubber, self.replay = Scrubber(config), Replay(config)
         self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
-        self.slot, self.longest = "?", 0  # the slot that the log spoke of last; the longest prompt since a start
+        self.slot, self.longest = (
+            "?",
+            0,
+        )  # the slot that the log spoke of last; the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for anything that is neither a capture's nor a log's line."""
+        """The rows that a line completes; none for anything that is neither a capture's nor a log's
+        line."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -4684,7 +5511,7 @@ class LogReader:
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
-    # --- captures -----------------------------------------------------------------------------------------------------
+    # --- captures ---------------------------------------------------------------------------------
 
     def captured(self, row: Json) -> list[Json]:
         dialect, counting = dialect_of(row["path"])
@@ -4698,11 +5525,17 @@ class LogReader:
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
-        headers = {str(key).lower(): str(value) for key, value in members(row.get("headers")).items()}
+        headers = {
+            str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
+        }
         side = side_of(view.body, headers, view)
         segments = segments_of(view)
-        verdict = self.ledger.judge(segments, self.replay.conversation(view), side, now, self.lost_at)
-        told: Json = {key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))}
+        verdict = self.ledger.judge(
+            segments, self.replay.conversation(view), side, now, self.lost_at
+        )
+        told: Json = {
+            key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
+        }
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
             usage.prompt = sum(len(segment.text) for segment in segments) // 4
@@ -4712,7 +5545,9 @@ class LogReader:
         self.ended = now
         line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
         what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
-        found = dict(INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms)
+        found = dict(
+            INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms
+        )
         found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
         if line and not side:
             found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
@@ -4726,24 +5561,31 @@ class LogReader:
             self.replay.apply(view, lift(view, self.replay), report)
         return self.cured.judge(segments_of(view), self.replay.conversation(view), side)
 
-    # --- logs ---------------------------------------------------------------------------------------------------------
+    # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log; what stands in front of it (docker, journal, router) does not matter."""
+        """A line of llama-server's log; what stands in front of it (docker, journal, router) does
+        not matter."""
         found = LOG_SLOT.search(text)
         if found:
             self.slot = found["slot"]
-        name, match = next(((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None))
+        name, match = next(
+            ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
+        )
         if match is None:
             return []
         if name == "start":
             return self.end()
         if name == "cancel":
-            slots = [slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]]
+            slots = [
+                slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]
+            ]
             return [self.close(slot, ", cancelled") for slot in slots]
         task, done = self.tasks.get(self.slot, {}), []
         known = "tokens" in task
-        if name == "slot" or (known and name in ("prompt", "counts")):  # the slot's next task begins
+        if name == "slot" or (
+            known and name in ("prompt", "counts")
+        ):  # the slot's next task begins
             done = [self.close(self.slot)] if known else []
             task = {}
         self.tasks[self.slot] = task
@@ -4759,7 +5601,9 @@ class LogReader:
     def close(self, slot: str, suffix: str = "") -> Json:
         """The row of a slot's task."""
         task = self.tasks.pop(slot)
-        tokens, read, cached, sim, keep = (task.get(key) for key in ("tokens", "read", "cached", "sim", "keep"))
+        tokens, read, cached, sim, keep = (
+            task.get(key) for key in ("tokens", "read", "cached", "sim", "keep")
+        )
         if read is None and tokens is not None and cached is not None:
             read = tokens - cached
         size = tokens or read or 0
@@ -4779,10 +5623,17 @@ class LogReader:
         if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
             what += ", and most of what the slot held was thrown away (-sps 0.6)"
         row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
-        return row | {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return row | {
+            "tokens": tokens,
+            "read": read,
+            "sim": sim,
+            "keep": keep,
+            "ms": task.get("ms"),
+        }
 
     def end(self) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server was started anew."""
+        """The rows of tasks that no line will end: the log stops here, or the server was started
+        anew."""
         done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
         self.tasks.clear()
         self.longest = 0
@@ -4790,7 +5641,8 @@ class LogReader:
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name that the same fault has on every request: the place, and the words before what changes."""
+    """A name that the same fault has on every request: the place, and the words before what
+    changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
@@ -4802,14 +5654,18 @@ def cause_of(verdict: Verdict) -> str:
     return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
 
 
-# --- main ---------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     try:
-        handler = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else logging.StreamHandler()
+        handler = (
+            logging.FileHandler(config.log_file, encoding="utf-8")
+            if config.log_file
+            else logging.StreamHandler()
+        )
     except OSError as error:
         raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -4824,7 +5680,9 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.default_int_handler)
-        proxy.log.info("kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url)
+        proxy.log.info(
+            "kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url
+        )
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
@@ -4854,9 +5712,17 @@ def build_parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("serve", command_serve, "listen and forward (the default)"),
         ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
-        ("bench", command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+        (
+            "bench",
+            command_bench,
+            "measure the effect on the server at BACKEND_URL (API_KEY: its key)",
+        ),
         ("inspect", command_inspect, "explain a capture or a llama-server log"),
-        ("check", command_check, "tell what the backend is and what hurts its cache (API_KEY: its key)"),
+        (
+            "check",
+            command_check,
+            "tell what the backend is and what hurts its cache (API_KEY: its key)",
+        ),
     ):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -4864,8 +5730,12 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
             tokens = 6000 if name == "demo" else 16000
-            command.add_argument("--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]")
-            command.add_argument("--turns", type=positive, default=5, help="turns of the conversation [%(default)s]")
+            command.add_argument(
+                "--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]"
+            )
+            command.add_argument(
+                "--turns", type=positive, default=5, help="turns of the conversation [%(default)s]"
+            )
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -4880,7 +5750,9 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    if reconfigure := getattr(sys.stdout, "reconfigure", None):  # texts may hold what its encoding does not
+    if reconfigure := getattr(
+        sys.stdout, "reconfigure", None
+    ):  # texts may hold what its encoding does not
         reconfigure(errors="backslashreplace", line_buffering=True)
     args = build_parser().parse_args(argv)
     try:

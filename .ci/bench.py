@@ -1,28 +1,29 @@
-"""Side by side, on loopback: kvproxy, nginx, a FastAPI + httpx proxy, and no proxy at all ("direct").
+"""Side by side, on loopback: kvproxy, nginx, a FastAPI + httpx proxy, and no proxy at all
+("direct").
 
-    pip install uvloop fastapi uvicorn httpx httptools      # and nginx, if it is to take part
-    python .ci/bench.py [--parts ttfb,stream,paced,rate,idle,big,soak] [--targets direct,nginx,fastapi,kvproxy]
-                        [--runs 5] [--json FILE] [--kvproxy "python kvproxy.py"]
+pip install uvloop fastapi uvicorn httpx httptools      # and nginx, if it is to take part python
+.ci/bench.py [--parts ttfb,stream,paced,rate,idle,big,soak] [--targets direct,nginx,fastapi,kvproxy]
+[--runs 5] [--json FILE] [--kvproxy "python kvproxy.py"]
 
-It starts a fake SSE backend and the targets on free ports, takes the targets in turn within every run, and stops all of
-them at the end. It prints medians over the runs, then each goal with the median of the per-run values. What is missing
-(uvloop, FastAPI, nginx, kvproxy.py) is left out with a notice. Exit status 1: a goal was missed or a target failed.
+It starts a fake SSE backend and the targets on free ports, takes the targets in turn within every
+run, and stops all of them at the end. It prints medians over the runs, then each goal with the
+median of the per-run values. What is missing (uvloop, FastAPI, nginx, kvproxy.py) is left out with
+a notice. Exit status 1: a goal was missed or a target failed.
 
-    ttfb    ms from sending a chat body to its first event, kept-alive connection, 4 KB to 8 MB; every sample has a new
-            last turn. clean-*: 1 MB with nothing to scrub; kvproxy is a new process, which has seen one empty chat
-            before "first"; "again" are the next samples to the same process
-    stream  16 and 64 streams as fast as they go: events/s, slowest stream over mean
-    paced   256 streams at 30 events/s: delay of the events, streams that got less than half of theirs
-    rate    requests/s, 4 KB bodies, JSON answers, kept-alive, 1 and 32 clients
-    idle    1,000 open streams in which nothing flows: memory (before: what earlier parts left; run it alone for a fresh
-            process), s to open, s until the backend is rid of them
-    big     (once) one 100 MiB body: peak and final RSS
-    soak    (once) 50,000 requests, 512 different bodies in turn, half of them streamed: RSS after 5,000 and at the end
+ttfb    ms from sending a chat body to its first event, kept-alive connection, 4 KB to 8 MB; every
+sample has a new last turn. clean-*: 1 MB with nothing to scrub; kvproxy is a new process, which has
+seen one empty chat before "first"; "again" are the next samples to the same process stream  16 and
+64 streams as fast as they go: events/s, slowest stream over mean paced   256 streams at 30
+events/s: delay of the events, streams that got less than half of theirs rate    requests/s, 4 KB
+bodies, JSON answers, kept-alive, 1 and 32 clients idle    1,000 open streams in which nothing
+flows: memory (before: what earlier parts left; run it alone for a fresh process), s to open, s
+until the backend is rid of them big     (once) one 100 MiB body: peak and final RSS soak    (once)
+50,000 requests, 512 different bodies in turn, half of them streamed: RSS after 5,000 and at the end
 
-Load, proxy and backend share the machine's cores: compare columns, not figures from elsewhere. After each part it says
-how much CPU other programs used meanwhile: with more than 0.1 or 0.2 cores do not trust the figures.
-Memory is read from /proc (Linux). All parts with 5 runs take 12 to 15 minutes.
-"""
+Load, proxy and backend share the machine's cores: compare columns, not figures from elsewhere.
+After each part it says how much CPU other programs used meanwhile: with more than 0.1 or 0.2 cores
+do not trust the figures. Memory is read from /proc (Linux). All parts with 5 runs take 12 to 15
+minutes."""
 
 from __future__ import annotations
 
@@ -48,13 +49,29 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 
-from bench_tools import Body, Fetcher, Line, close, cpu_seconds, family, memory, open_streams, post, run_loop
+from bench_tools import (
+    Body,
+    Fetcher,
+    Line,
+    close,
+    cpu_seconds,
+    family,
+    memory,
+    open_streams,
+    post,
+    run_loop,
+)
 
 HERE = Path(__file__).resolve().parent
 PARTS = ["ttfb", "stream", "paced", "rate", "idle", "big", "soak"]
 TARGETS = ["direct", "nginx", "fastapi", "kvproxy"]
 MIB = 1 << 20
-SIZES = {"4KB": (4096, 40), "64KB": (65536, 30), "1MB": (MIB, 12), "8MB": (8 * MIB, 5)}  # bytes, samples per run
+SIZES = {
+    "4KB": (4096, 40),
+    "64KB": (65536, 30),
+    "1MB": (MIB, 12),
+    "8MB": (8 * MIB, 5),
+}  # bytes, samples per run
 
 Times = dict[str, dict[str, list[float]]]  # cell: {target: ms}
 
@@ -66,7 +83,9 @@ class Bench:
         self.kvproxy, self.folder = shlex.split(kvproxy), tempfile.mkdtemp(prefix="bench-")
         self.ports: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen] = {}
-        self.results: dict[tuple[str, str, str], dict[int, float]] = {}  # (cell, target, metric): {run: value}
+        self.results: dict[
+            tuple[str, str, str], dict[int, float]
+        ] = {}  # (cell, target, metric): {run: value}
         self.failures: list[str] = []
         self.run, self.count = 0, 0
 
@@ -100,9 +119,21 @@ class Bench:
                 "--timeout-keep-alive",
                 "60",
             ]
-            command = [sys.executable, "-m", "uvicorn", "bench_fastapi:app", "--port", str(port), *options]
+            command = [
+                sys.executable,
+                "-m",
+                "uvicorn",
+                "bench_fastapi:app",
+                "--port",
+                str(port),
+                *options,
+            ]
         else:
-            settings = {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": str(port), "BACKEND_URL": "http://" + backend}
+            settings = {
+                "LISTEN_HOST": "127.0.0.1",
+                "LISTEN_PORT": str(port),
+                "BACKEND_URL": "http://" + backend,
+            }
             env.update(settings, LOG_LEVEL="warning")
             command = self.kvproxy
         log = Path(self.folder, name + ".log")
@@ -118,7 +149,9 @@ class Bench:
             time.sleep(0.02)
         status = self.processes[name].poll()
         self.stop(name)
-        raise RuntimeError(f"did not start (exit status {status}) {log.read_text(errors='replace')[-500:]}")
+        raise RuntimeError(
+            f"did not start (exit status {status}) {log.read_text(errors='replace')[-500:]}"
+        )
 
     def stop(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -130,7 +163,9 @@ class Bench:
             process.wait()
 
     def nginx_config(self, port: int, backend: str) -> str:
-        temp = "".join(f"{k}_temp_path tmp-{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+        temp = "".join(
+            f"{k}_temp_path tmp-{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
         text = f"""
             {"user root;" if os.geteuid() == 0 else ""} worker_processes 1; daemon off; pid nginx.pid;
             events {{ worker_connections 8000; }}
@@ -153,14 +188,22 @@ class Bench:
     def record(self, cell: str, target: str, **values: float) -> None:
         for metric, value in values.items():
             self.results.setdefault((cell, target, metric), {})[self.run] = value
-        print(f"run {self.run + 1}  {cell:12} {target:8}", *(f"{k}={v:.6g}" for k, v in values.items()), flush=True)
+        print(
+            f"run {self.run + 1}  {cell:12} {target:8}",
+            *(f"{k}={v:.6g}" for k, v in values.items()),
+            flush=True,
+        )
 
     def value(self, run: int, *key: str) -> float:
         return self.results[key[0], key[1], key[2]][run]
 
     def turns(self, proxies_only: bool = False) -> list[str]:
         """The targets, each run beginning with another one."""
-        names = [name for name in TARGETS if name in self.ports and not (proxies_only and name == "direct")]
+        names = [
+            name
+            for name in TARGETS
+            if name in self.ports and not (proxies_only and name == "direct")
+        ]
         at = self.run % len(names)
         return names[at:] + names[:at]
 
@@ -169,7 +212,9 @@ class Bench:
         try:
             yield
         except (OSError, RuntimeError, asyncio.TimeoutError) as error:
-            self.failures.append(f"run {self.run + 1} {cell} {target}: {type(error).__name__} {error}")
+            self.failures.append(
+                f"run {self.run + 1} {cell} {target}: {type(error).__name__} {error}"
+            )
             print("FAILED", self.failures[-1], flush=True)
 
     def requests(self, count: int, model: str) -> list[bytes]:
@@ -178,7 +223,10 @@ class Bench:
 
     async def drained(self) -> float:
         """Seconds until the backend has no open stream."""
-        begin, connection = time.monotonic(), http.client.HTTPConnection("127.0.0.1", self.ports["direct"], timeout=10)
+        begin, connection = (
+            time.monotonic(),
+            http.client.HTTPConnection("127.0.0.1", self.ports["direct"], timeout=10),
+        )
         while time.monotonic() - begin < 15:
             connection.request("GET", "/")
             if not json.loads(connection.getresponse().read())["streams"]:
@@ -187,7 +235,9 @@ class Bench:
             await asyncio.sleep(0.01)
         raise TimeoutError("streams still open at the backend 15 s after their clients left")
 
-    def time_events(self, times: Times, cell: str, lines: dict[str, Line], body: Body, count: int) -> None:
+    def time_events(
+        self, times: Times, cell: str, lines: dict[str, Line], body: Body, count: int
+    ) -> None:
         for _ in range(count):
             self.count += 1
             request = body.request(self.count)
@@ -196,7 +246,9 @@ class Bench:
                     times[cell][target].append(lines[target].first_event(request))
 
     @staticmethod
-    async def fetch_all(port: int, clients: int, requests: Iterator[bytes], seconds: float = 600) -> float:
+    async def fetch_all(
+        port: int, clients: int, requests: Iterator[bytes], seconds: float = 600
+    ) -> float:
         """Answers per second, until the requests or the seconds are used up."""
         loop, begin, count = asyncio.get_running_loop(), time.perf_counter(), 0
 
@@ -223,7 +275,9 @@ class Bench:
         times: Times = defaultdict(lambda: defaultdict(list))
         for name, (size, count) in SIZES.items():
             body = Body(size, "bench-n1-g0", self.run)
-            self.time_events(defaultdict(lambda: defaultdict(list)), name, lines, body, 2)  # warm-up
+            self.time_events(
+                defaultdict(lambda: defaultdict(list)), name, lines, body, 2
+            )  # warm-up
             self.time_events(times, name, lines, body, count)
         body = Body(MIB, "bench-n1-g0", self.run, clean=True)
         for _ in range(5):
@@ -247,7 +301,9 @@ class Bench:
         for count in (16, 64):
             for target in self.turns():
                 with self.guard(f"stream-{count}", target):
-                    streams = await open_streams(self.ports[target], self.requests(count, "bench-n1000000000-g0"), 16)
+                    streams = await open_streams(
+                        self.ports[target], self.requests(count, "bench-n1000000000-g0"), 16
+                    )
                     await asyncio.sleep(0.3)
                     begin, before = time.perf_counter(), [s.events for s in streams]
                     await asyncio.sleep(2)
@@ -261,7 +317,9 @@ class Bench:
     async def paced(self) -> None:
         for target in self.turns():
             with self.guard("paced-256", target):
-                streams = await open_streams(self.ports[target], self.requests(256, "bench-n1000000000-g33333"), 8)
+                streams = await open_streams(
+                    self.ports[target], self.requests(256, "bench-n1000000000-g33333"), 8
+                )
                 await asyncio.sleep(0.5)
                 for follower in streams:
                     follower.carry, follower.delays = b"", []
@@ -294,7 +352,9 @@ class Bench:
                 rss, pss = memory(pid), memory(pid, "Pss")
                 close(streams)
                 gone = await self.drained()
-                self.record("idle-1000", target, open_s=opened, gone_s=gone, before=before, rss=rss, pss=pss)
+                self.record(
+                    "idle-1000", target, open_s=opened, gone_s=gone, before=before, rss=rss, pss=pss
+                )
 
     async def big(self) -> None:
         request = Body(100 * MIB, "bench-n1-g0").request(0)
@@ -307,10 +367,14 @@ class Bench:
                 ms = Line(self.ports[target]).first_event(request)
                 peak = memory(pid, "VmHWM", "status")
                 await asyncio.sleep(3)
-                self.record("big-100MiB", target, before=before, peak=peak, after=memory(pid), ms=ms)
+                self.record(
+                    "big-100MiB", target, before=before, peak=peak, after=memory(pid), ms=ms
+                )
 
     async def soak(self) -> None:
-        pairs = zip(self.requests(256, "bench-json"), self.requests(256, "bench-n5-g0"), strict=True)
+        pairs = zip(
+            self.requests(256, "bench-json"), self.requests(256, "bench-n5-g0"), strict=True
+        )
         requests = cycle([request for pair in pairs for request in pair])
         for target in self.turns(proxies_only=True):
             with self.guard("soak", target):
@@ -351,7 +415,12 @@ def goals() -> Iterator[tuple[str, str, float, Callable[[Get], float]]]:
         yield f"{cell}: events/s over nginx's", ">=", 0.6, over(cell, "events_s", "nginx")
         yield f"{cell}: slowest stream over mean", ">=", 0.5, own(cell, "slowest")
     p99 = "paced-256: p99 ms added to direct"
-    yield p99, "<=", 2, lambda get: get("paced-256", "kvproxy", "p99_ms") - get("paced-256", "direct", "p99_ms")
+    yield (
+        p99,
+        "<=",
+        2,
+        lambda get: get("paced-256", "kvproxy", "p99_ms") - get("paced-256", "direct", "p99_ms"),
+    )
     yield "paced-256: starved streams", "<=", 0, own("paced-256", "starved")
     yield "rate-1: requests/s over fastapi's", ">=", 2, over("rate-1", "req_s", "fastapi")
     yield "rate-32: requests/s over fastapi's", ">=", 4, over("rate-32", "req_s", "fastapi")
@@ -362,7 +431,12 @@ def goals() -> Iterator[tuple[str, str, float, Callable[[Get], float]]]:
     kept = own("big-100MiB", "after"), own("big-100MiB", "before")
     yield "big: RSS kept over body", "<=", 0.5, lambda get: (kept[0](get) - kept[1](get)) / 100
     growth = own("soak", "rss_end"), own("soak", "rss_5000")
-    yield "soak: RSS at the end over RSS after 5,000", "<=", 1.1, lambda get: growth[0](get) / growth[1](get)
+    yield (
+        "soak: RSS at the end over RSS after 5,000",
+        "<=",
+        1.1,
+        lambda get: growth[0](get) / growth[1](get),
+    )
 
 
 def report(bench: Bench, file: str | None) -> bool:
@@ -372,7 +446,10 @@ def report(bench: Bench, file: str | None) -> bool:
         rows[cell, metric][target] = median(values.values())
     print("\nmedians".ljust(25), *(name.rjust(10) for name in targets))
     for (cell, metric), row in rows.items():
-        cells = (f"{row[n]:.4g}" if row.get(n, 1e9) < 1e4 else f"{row[n]:.0f}" if n in row else "-" for n in targets)
+        cells = (
+            f"{row[n]:.4g}" if row.get(n, 1e9) < 1e4 else f"{row[n]:.0f}" if n in row else "-"
+            for n in targets
+        )
         print(f"{cell} {metric}".ljust(24), *(text.rjust(10) for text in cells))
     print("\ngoal".ljust(50), "median".rjust(8), "limit".rjust(8), "  range over the runs")
     verdicts = []
@@ -384,15 +461,32 @@ def report(bench: Bench, file: str | None) -> bool:
         if found:
             value = median(found)
             met = value <= limit if sense == "<=" else value >= limit
-            verdicts.append({"goal": what, "sense": sense, "limit": limit, "value": value, "met": met, "runs": found})
+            verdicts.append(
+                {
+                    "goal": what,
+                    "sense": sense,
+                    "limit": limit,
+                    "value": value,
+                    "met": met,
+                    "runs": found,
+                }
+            )
             spread = f"{min(found):.3g} .. {max(found):.3g}"
-            print(what.ljust(49), f"{value:8.3g}", f"{sense} {limit}".rjust(8), " ok    " if met else " MISSED", spread)
+            print(
+                what.ljust(49),
+                f"{value:8.3g}",
+                f"{sense} {limit}".rjust(8),
+                " ok    " if met else " MISSED",
+                spread,
+            )
     for line in bench.failures:
         print("FAILED", line)
     if file:
         # cell, target, metric, and a value per run
         flat = [[*key, *values.values()] for key, values in bench.results.items()]
-        Path(file).write_text(json.dumps({"results": flat, "goals": verdicts, "failures": bench.failures}, indent=1))
+        Path(file).write_text(
+            json.dumps({"results": flat, "goals": verdicts, "failures": bench.failures}, indent=1)
+        )
     return not bench.failures and all(verdict["met"] for verdict in verdicts)
 
 
@@ -405,16 +499,23 @@ async def measure(bench: Bench, parts: list[str], runs: int) -> None:
                     await asyncio.wait_for(getattr(bench, part)(), 900)
                 busy, ours = (b - a for a, b in zip(before, cpu_seconds(), strict=True))
                 others = max(0.0, busy - ours) / (time.monotonic() - begin)
-                print(f"run {bench.run + 1}  {part}: {others:.2f} cores were used by other programs", flush=True)
+                print(
+                    f"run {bench.run + 1}  {part}: {others:.2f} cores were used by other programs",
+                    flush=True,
+                )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--kvproxy", default=shlex.join([sys.executable, str(HERE.parent / "kvproxy.py")]))
+    parser.add_argument(
+        "--kvproxy", default=shlex.join([sys.executable, str(HERE.parent / "kvproxy.py")])
+    )
     options = parser.parse_args()
     parts, wanted = options.parts.split(","), options.targets.split(",")
     if set(parts) - set(PARTS) or set(wanted) - set(TARGETS):

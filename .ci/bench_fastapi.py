@@ -1,8 +1,8 @@
-"""What bench.py compares kvproxy with: a plain FastAPI + httpx proxy that parses, scrubs, and streams.
+"""What bench.py compares kvproxy with: a plain FastAPI + httpx proxy that parses, scrubs, and
+streams.
 
-One shared client, literal-led regular expressions, raw bytes passed on as they come: a good example of its kind.
-UPSTREAM=http://127.0.0.1:8080 uvicorn bench_fastapi:app
-"""
+One shared client, literal-led regular expressions, raw bytes passed on as they come: a good example
+of its kind. UPSTREAM=http://127.0.0.1:8080 uvicorn bench_fastapi:app"""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def scrub_text(text: str) -> str:
 
 
 def scrub(body: Any) -> Any:
-    """Remove message ids and time stamps from the texts of system, developer and user messages, in place."""
+    """Remove message ids and time stamps from the texts of system, developer and user messages, in
+    place."""
     for message in body.get("messages", []):
         message.pop("message_id", None)
         if message.get("role") not in ("system", "developer", "user"):
@@ -70,4 +71,6 @@ async def chat(request: Request) -> Response:
 @app.get("/{path:path}")
 async def other(path: str) -> Response:
     answer = await client.get("/" + path)
-    return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+    return Response(
+        answer.content, answer.status_code, media_type=answer.headers.get("content-type")
+    )

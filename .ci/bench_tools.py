@@ -1,8 +1,9 @@
-"""What bench.py needs besides the targets: a fast fake backend, invented chat bodies, clients, /proc.
+"""What bench.py needs besides the targets: a fast fake backend, invented chat bodies, clients,
+/proc.
 
-python bench_tools.py PORT serves, on 127.0.0.1, SSE streams and JSON answers. The model name in the body says which:
-bench-n<events>-g<microseconds between them>, or bench-json. GET anything: {"streams": <streams now open>}.
-"""
+python bench_tools.py PORT serves, on 127.0.0.1, SSE streams and JSON answers. The model name in the
+body says which: bench-n<events>-g<microseconds between them>, or bench-json. GET anything:
+{"streams": <streams now open>}."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ except ImportError:
 
 # ---------------------------------------------------------------- The backend
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 EVENT = (
     b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"<%020d>"}}],"created":1771447680,'
     b'"id":"chatcmpl-bench","model":"bench","system_fingerprint":"b1-bench","object":"chat.completion.chunk"}\n\n'
@@ -85,10 +88,18 @@ class Backend(asyncio.Protocol):
         script = re.search(rb"bench-n(\d+)-g(\d+)", self.start)
         if is_get or not script:
             body = b'{"streams":%d}' % len(self.streams) if is_get else ANSWER
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = (
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+            )
             self.transport.write(head + body)
             return
-        self.todo, self.gap, self.sent, self.began = int(script[1]), int(script[2]) / 1e6, 0, self.loop.time()
+        self.todo, self.gap, self.sent, self.began = (
+            int(script[1]),
+            int(script[2]) / 1e6,
+            0,
+            self.loop.time(),
+        )
         self.streams.add(self)
         self.transport.write(STREAM_HEAD)
         self.tick()
@@ -105,7 +116,9 @@ class Backend(asyncio.Protocol):
         self.sent += 1
         if not self.paused:
             when = self.began + self.sent * self.gap
-            self.timer = self.loop.call_at(when, self.tick) if self.gap else self.loop.call_soon(self.tick)
+            self.timer = (
+                self.loop.call_at(when, self.tick) if self.gap else self.loop.call_soon(self.tick)
+            )
 
     def pause_writing(self) -> None:
         self.paused = True
@@ -117,7 +130,9 @@ class Backend(asyncio.Protocol):
 
 
 async def serve_backend(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Backend, "127.0.0.1", port, backlog=4096)
+    server = await asyncio.get_running_loop().create_server(
+        Backend, "127.0.0.1", port, backlog=4096
+    )
     await server.serve_forever()
 
 
@@ -132,17 +147,30 @@ INBOUND = '```json\n{\n  "schema": "openclaw.inbound_meta.v1",\n  "message_id": 
 
 
 class Body:
-    """An invented agent conversation of exactly `size` bytes; request(i) is an HTTP request whose last turn names i."""
+    """An invented agent conversation of exactly `size` bytes; request(i) is an HTTP request whose
+    last turn names i."""
 
     def __init__(self, size: int, model: str, seed: int = 0, clean: bool = False) -> None:
         self.rnd, self.clean = random.Random(seed), clean
         share = max(150, min(size // 400, 100_000))  # bytes of one text
         words = PROSE.split(" ")
-        self.pool = "".join(self.rnd.choice(words) + self.rnd.choice("    \n") for _ in range(60 + share // 2))
+        self.pool = "".join(
+            self.rnd.choice(words) + self.rnd.choice("    \n") for _ in range(60 + share // 2)
+        )
         inbound = "" if clean else "\n## Inbound context\n" + INBOUND % self.rnd.getrandbits(40)
         tools = [self.tool(n) for n in range(20 if size >= 65536 else 2)]
-        messages = [{"role": "system", "content": f"You are a careful assistant. {self.text(share)}{inbound}Be brief."}]
-        fields = {"model": model, "stream": model != "bench-json", "messages": messages, "tools": tools}
+        messages = [
+            {
+                "role": "system",
+                "content": f"You are a careful assistant. {self.text(share)}{inbound}Be brief.",
+            }
+        ]
+        fields = {
+            "model": model,
+            "stream": model != "bench-json",
+            "messages": messages,
+            "tools": tools,
+        }
         last = {"role": "user", "content": self.stamped("Turn %012d: PAD")}
         used = len(self.dump(fields)) + len(self.dump(last)) + 20
         while True:
@@ -215,7 +243,8 @@ class Line:
         self.sock.settimeout(120)
 
     def first_event(self, request: bytes) -> float:
-        """ms until the first event; reads the stream to its end. A connection closed before the answer is renewed."""
+        """ms until the first event; reads the stream to its end. A connection closed before the
+        answer is renewed."""
         for again in (True, False):
             begin, first, data = time.perf_counter(), 0.0, b""
             try:
@@ -267,7 +296,8 @@ class Fetcher(asyncio.Protocol):
 
 
 class Follower(asyncio.Protocol):
-    """A connection that counts the events of one stream, and takes the age of each if `delays` is a list."""
+    """A connection that counts the events of one stream, and takes the age of each if `delays` is a
+    list."""
 
     delays: list[int] | None = None
     carry = b""

@@ -1,12 +1,12 @@
-"""Fuzzes scrub, replay, inspect and the request reader for as long as it is told; a crash ends it with the input.
+"""Fuzzes scrub, replay, inspect and the request reader for as long as it is told; a crash ends it
+with the input.
 
     python .ci/fuzz.py [--seconds 600] [--seed 1] [--target edit|inspect|http]
 
-With atheris installed and a target named, the inputs are guided by coverage; otherwise they are mutations of seeds by a
-seeded generator.
-Whatever the input, nothing may raise but what a section's docstring names, tool results and answers keep their words,
-and an edited body is JSON that a strict reader takes.
-"""
+With atheris installed and a target named, the inputs are guided by coverage; otherwise they are
+mutations of seeds by a seeded generator. Whatever the input, nothing may raise but what a section's
+docstring names, tool results and answers keep their words, and an edited body is JSON that a strict
+reader takes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ SEEDS = {
         for body in BODIES
         for tight in (True, False)
     ],
-    "inspect": [*LOG, *(json.dumps({"path": "/v1/messages", "body": body}).encode() for body in BODIES)],
+    "inspect": [
+        *LOG,
+        *(json.dumps({"path": "/v1/messages", "body": body}).encode() for body in BODIES),
+    ],
     "http": list(HEADS),
 }
 MEMORY, SCRUBBER = kvproxy.Replay(kvproxy.Config()), kvproxy.Scrubber(kvproxy.Config())
@@ -84,8 +87,15 @@ def edit(data: bytes) -> None:
         except kvproxy.Unreadable:
             continue
         fresh = kvproxy.view_of(kvproxy.parse(data), dialect)
-        assert fresh is not None and [turn.role for turn in fresh.turns] == [turn.role for turn in view.turns]
-        kept = [text for turn in view.turns if turn.role in ("assistant", "tool") for text in strings(turn.item)]
+        assert fresh is not None and [turn.role for turn in fresh.turns] == [
+            turn.role for turn in view.turns
+        ]
+        kept = [
+            text
+            for turn in view.turns
+            if turn.role in ("assistant", "tool")
+            for text in strings(turn.item)
+        ]
         report = kvproxy.Report()
         SCRUBBER.apply(view, report)
         if dialect.edited:
@@ -117,7 +127,9 @@ def http(data: bytes) -> None:
             except kvproxy.BadHead:
                 out.append(b"refused")
             results.append((b"".join(out), chunks.done))
-        assert results[0][1] == results[1][1] or b"refused" in results[1][0], "chunks depend on where they are cut"
+        assert results[0][1] == results[1][1] or b"refused" in results[1][0], (
+            "chunks depend on where they are cut"
+        )
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {"edit": edit, "inspect": inspect, "http": http}
@@ -129,13 +141,17 @@ def mutate(random_: random.Random, seeds: list[bytes]) -> bytes:
         at, size = random_.randrange(len(data) + 1), random_.randrange(1, 12)
         other = random_.choice(seeds)
         start = random_.randrange(len(other))
-        piece = (other[start : start + size], random_.randbytes(size), data[at : at + size] * 2)[random_.randrange(3)]
+        piece = (other[start : start + size], random_.randbytes(size), data[at : at + size] * 2)[
+            random_.randrange(3)
+        ]
         data[at : at + random_.choice((0, len(piece)))] = piece
     return bytes(data)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--target", choices=list(TARGETS))
