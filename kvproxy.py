@@ -46,7 +46,6 @@ import ipaddress
 import itertools
 import json
 import logging
-import marshal
 import os
 import random
 import re
@@ -416,9 +415,7 @@ class Turn:
     item: Json | None
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, int] | None = (
-        None  # for Replay: what it says, and its link in the chain
-    )
+    said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -432,7 +429,7 @@ class Turn:
 
     def changed(self) -> None:
         """Forget what was found out about it."""
-        self.raw = self.mark = self.told = None
+        self.raw = self.said = self.told = None
 
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
@@ -464,38 +461,9 @@ class Turn:
         slots = self.slots()
         return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
 
-    def rest(self) -> str:
-        """What the turn says beside its texts, each piece behind a separator: tool calls by id and
-        name, results, images; not how a client spells them."""
-        content, item = self.holder.get(self.key), self.item
-        said: list[Any] = []
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
-                    said += (
-                        [part.get("id"), part.get("name")]
-                        if part.get("type") == "tool_use"
-                        else [bare(part)]
-                    )
-        elif content is not None and not isinstance(content, str):
-            said.append(content)
-        if item is not None:
-            keys = ("name",) if self.role == "user" else ("call_id", "tool_call_id")
-            said += [item[key] for key in keys if item.get(key) is not None]
-            calls = item.get("tool_calls")
-            for call in calls if isinstance(calls, list) else ():
-                function = call.get("function") if isinstance(call, dict) else None
-                said += (
-                    [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
-                )
-        return "".join(
-            [PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said]
-        )
 
-
-PIECE = "\x1f"
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-_UNSAID_PARTS = (
+UNSAID_PARTS = (
     *TEXT_PARTS,
     "thinking",
     "redacted_thinking",
@@ -671,32 +639,16 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
-Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
-
-
-class Prefix(NamedTuple):
-    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its
-    end."""
-
-    dialect: Dialect
-    pieces: list[tuple[bytes, int]]
-    turns: list[Turn]
-
-
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The least recently used
-    go first. Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
+    Safe to use from many threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice
-        to six times that."""
+        """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.older: dict[bytes, Turn] = {}
-        self.size = 0  # of `newer`
-        self.prefixes: list[Prefix] = []  # of large bodies, the newest first
-        self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
@@ -716,9 +668,7 @@ class Reader:
         if found is None:
             raise Unreadable("not the usual spelling")
         start, opening = found.start(1), found[2]
-        turns, known = self.begin(raw, start, dialect)
-        place = known[-1][1] if known else found.start(2)
-        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
+        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
         text = f"{raw[:start].decode()}-Infinity{after}"
         body = _parse_holed(text)
         if (
@@ -731,20 +681,13 @@ class Reader:
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
-        if len(raw) >= self.short:
-            self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
         return view
 
-    # --- turn by turn -----------------------------------------------------------------------------
-
-    def read(
-        self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect
-    ) -> tuple[Bounds, str]:
-        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what
-        follows the list."""
-        bounds, at, wasted = [], 0, 0
+    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
+        """The turns that `data` begins with, and what follows the list."""
+        turns: list[Turn] = []
+        at = wasted = 0
         while True:
-            bounds.append((len(turns), at))
             end, comma = next_item(data, opening, at)
             first = not turns and not dialect.system
             turn = self.recall(data[at : end - comma], first) if comma else None
@@ -760,14 +703,12 @@ class Reader:
             turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
             if behind[1] == b"]":
-                return bounds, data[at:].decode()
+                return turns, data[at:].decode()
 
     def recall(self, raw: bytes, first: bool) -> Turn | None:
         """The turn in these bytes, if it is known; but what is cut out of a system text depends on
         those before it."""
-        turn = self.newer.get(raw)
-        if turn is None and (turn := self.older.get(raw)) is not None:
-            self.keep(raw, turn)
+        turn = self.known.get(raw)
         return None if turn is None or (turn.role == "system" and not first) else turn
 
     def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
@@ -781,58 +722,21 @@ class Reader:
         return turn
 
     def keep(self, raw: bytes, turn: Turn) -> None:
-        size = len(raw) + 1000
+        size = turn_size(raw)
         if size > self.limit >> 1:
             return  # all others would have to go
-        if self.size + size > self.limit:
-            self.older, self.newer, self.size = self.newer, {}, 0
         self.size += size
-        self.newer[raw] = turn
+        self.known[raw] = turn
+        while self.size > self.limit:
+            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
+                oldest = next(iter(self.known))
+                del self.known[oldest]
+                self.size -= turn_size(oldest)
 
-    # --- the beginning of large bodies, as a whole ------------------------------------------------
 
-    def begin(
-        self, raw: bytes | bytearray, start: int, dialect: Dialect
-    ) -> tuple[list[Turn], Bounds]:
-        """The turns that the list at `start` has in common with an earlier one, and the bounds of
-        the pieces they came in."""
-        best: Bounds = []
-        turns: list[Turn] = []
-        for prefix in self.prefixes:
-            bounds, at = [], start
-            for piece, count in prefix.pieces if prefix.dialect is dialect else ():
-                if not raw.startswith(piece, at):
-                    break
-                at += len(piece)
-                bounds.append((count, at))
-            if bounds[-1:] > best[-1:]:
-                best, turns = bounds, prefix.turns[: bounds[-1][0]]
-        return turns, best
-
-    def end(
-        self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds
-    ) -> None:
-        """Note the beginning of a body's list: up to its newest user turn, which may come in
-        another form next time, and up to its last turn."""
-        turns, last = view.turns, bounds[-1]
-        newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
-        middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
-        if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
-            return
-        if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
-            return  # see recall()
-        data = memoryview(raw)
-        pieces = [
-            (bytes(data[start : middle[1]]), middle[0]),
-            (bytes(data[middle[1] : last[1]]), last[0]),
-        ]
-        used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
-        for other in self.prefixes[:7]:
-            if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
-                used += sum(len(piece) for piece, _ in other.pieces)
-                if used <= self.limit:
-                    prefixes.append(other)
-        self.prefixes = prefixes
+def turn_size(raw: bytes) -> int:
+    """About the bytes that a turn takes, which was read from these."""
+    return 1500 + 3 * len(raw)
 
 
 def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
@@ -1147,8 +1051,6 @@ class Scrubber:
             report.items_modified += bool(turn.counts)
         if report.billing_removed:
             drop_empty_first(view)
-        if self.config.system_first:
-            system_first(view, report)
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
@@ -1217,48 +1119,44 @@ def drop_empty_first(view: View) -> None:
 # --- roles: the system text comes first -----------------------------------------------------------
 
 
+END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
+KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
+
+
 def reminder(text: str) -> str:
-    return f"<system-reminder>\n{text.strip()}\n</system-reminder>"
+    """A text as clients tell the model something beside what the user says."""
+    return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
-def add_text(view: View, turn: Turn, text: str) -> bool:
-    """Append a text to a turn: to its string, or as a part of its own."""
-    content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        turn.refit([*content, {"type": view.dialect.text, "text": text}])
-    else:
-        return False
-    return True
-
-
-def system_first(view: View, report: Report) -> None:
+def system_first(
+    view: View, report: Report, stays: Callable[[Turn], bool] = lambda turn: False
+) -> None:
     """One system text, at the front.
 
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
-    the beginning"), and a block behind the first user text cannot be shared by the next
-    conversation. So leading ones are merged; the first one before any answer moves up to them;
-    later ones become a reminder in the user turn before them (else after them), which depends on
-    nothing that a later request could change."""
+    the beginning"). So leading ones are merged, and later ones become reminders in the user turns
+    beside them. Only the first one before any answer moves to the front, where every conversation
+    shares it, and only if such messages are known to stay: what is said for one turn may not change
+    the front. Messages with a name are examples and stay as they are.
+    """
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        turn.rest() for turn in systems
-    ):
+    if any((turn.item or {}).get("name") for turn in systems):
+        return
+    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
         return  # a system message without text, or with more than text: an unknown shape
     count = view.leading()
-    answered = next(
-        (i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")),
-        len(view.turns),
-    )
-    hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
-    front = view.turns[:count] + hoisted
-    turns = [turn for turn in view.turns[count:] if turn not in hoisted]
-    report.system_moved += len(front) - (
-        count > 0 and not view.head
-    )  # a first message stays where it is
+    front = view.turns[:count]
+    turns = view.turns[count:]
+    for at, turn in enumerate(turns):
+        if turn.role in ("assistant", "tool"):
+            break
+        if turn.role == "system":
+            if KNOWN_TO_STAY.match(turn.text()) or stays(turn):
+                front = [*front, turns.pop(at)]
+            break
+    report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
         if view.dialect.system and not count:
@@ -1269,24 +1167,53 @@ def system_first(view: View, report: Report) -> None:
     if front:
         last = (view.head or turns)[0].slots()[-1]
         last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
+    view.turns = fold_systems(view, turns, report)
+
+
+def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
+    """Turns with each system message behind the first turn as a reminder: in front of the user turn
+    that follows, else at the end of the one before, else as a message of its own; and behind the
+    results, where it stands between calls and their results."""
     kept: list[Turn] = []
-    for index, turn in enumerate(turns):
-        if turn.role != "system" or index == 0:
-            kept.append(turn)
+    waiting: list[str] = []
+    like: Turn | None = None  # a system message: what is written anew has its form
+    for index, turn in enumerate([*turns, None]):
+        if turn is not None and turn.role == "system" and index:
+            waiting.append(reminder(turn.text()))
+            like = turn
+            report.system_moved += 1
             continue
-        report.system_moved += 1
-        text = reminder(turn.text())
-        before, after = kept[-1].own(), turns[index + 1] if index + 1 < len(turns) else None
-        if before.item and before.item.get("role") == "user" and add_text(view, before, text):
-            kept[-1] = turn_of(before.item)
-        elif after is not None and after.role == "user" and after.slots():
-            turns[index + 1] = after.own()
-            slot = turns[index + 1].slots()[0]
-            slot.set(text + "\n\n" + slot.get())
-        else:
-            kind = {"type": "message"} if turn.item and "type" in turn.item else {}
-            kept.append(turn_of({**kind, "role": "user", "content": text}))
-    view.turns = kept
+        results = turn is not None and turn.role == "tool"
+        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
+            text = "\n\n".join(waiting)
+            if turn is not None and turn.role == "user" and turn.slots():
+                turn = turn.own()
+                slot = turn.slots()[0]
+                slot.set(text + "\n\n" + slot.get())
+            elif kept and (before := with_text(view, kept[-1], text)):
+                kept[-1] = before
+            else:
+                kind = {"type": "message"} if like and like.item and "type" in like.item else {}
+                kept.append(turn_of({**kind, "role": "user", "content": text}))
+            waiting = []
+        if turn is not None:
+            kept.append(turn)
+    return kept
+
+
+def with_text(view: View, turn: Turn, text: str) -> Turn | None:
+    """A user message with a text at its end; None where that cannot be."""
+    if turn.item is None or turn.item.get("role") != "user":
+        return None
+    turn = turn.own()
+    content = turn.holder.get(turn.key)
+    if isinstance(content, str):
+        turn.refit(content + "\n\n" + text if content else text)
+    elif isinstance(content, list):
+        turn.refit([*content, {"type": view.dialect.text, "text": text}])
+    else:
+        return None
+    return turn_of(turn.holder)
 
 
 def scrub(
@@ -1314,6 +1241,8 @@ def scrub(
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
         Scrubber(config).apply(view, report)
+        if config.system_first:
+            system_first(view, report)
         view.store()
     return body, report
 
@@ -1386,7 +1315,7 @@ LIFTS = (
 )  # fmt: skip
 
 
-Lifted = tuple[Lift, str]  # a text taken out of the system prompt, behind the row that found it
+Lifted = tuple[str, str]  # label, and a text taken out of the system prompt
 
 
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
@@ -1394,40 +1323,88 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     found: list[Lifted] = []
     for row in rows:
         matches = row.find(text)
-        found += [(row, match.group().strip()) for match in matches]
-        for match in reversed(matches):
-            text = text[: match.start()] + text[match.end() :]
+        if len(matches) == 1 or row.client == "yours":
+            for match in reversed(matches):
+                text = text[: match.start()] + text[match.end() :]
+            pieces = [match.group().strip() for match in matches]
+            if pieces:
+                found.append((row.client + row.markers[0], "\n".join(pieces)))
     return text, found
 
 
+def own_rows(patterns: Iterable[str]) -> tuple[Lift, ...]:
+    """Rows for the user's own patterns."""
+    return tuple(Lift("yours", ("",), re.compile(one, re.MULTILINE), one) for one in patterns)
+
+
+LIFT_FROM = 2000  # characters of a system prompt: less is read again in no time
+
+
 def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks,
-    and so there is no turn to set them down in."""
+    """Cut volatile texts out of the system prompt, in place, and return them.
+
+    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
+    """
+    system = view.system()
+    pays = bool(view.body.get("tools")) or sum([len(turn.text()) for turn in system]) >= LIFT_FROM
+    if not pays or not replay.rows or not any(replay.said(turn).speaks for turn in view.turns):
+        return []
     found: list[Lifted] = []
-    if replay.rows and any(replay.speaks(turn) for turn in view.turns):
-        for turn in view.system():
-            cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-            if any(pieces for _, pieces in cut):
-                turn = view.replace(turn, turn.own())
-                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                    slot.set(text)
-                    found += pieces
+    for turn in system:
+        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
+        if any(pieces for _, pieces in cut):
+            turn = view.replace(turn, turn.own())
+            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
+                slot.set(text)
+                found += pieces
+            drop_empty(view, turn)
     return found
+
+
+def drop_empty(view: View, turn: Turn) -> None:
+    """Take out what is left without a text in a system message, and the message if that is all."""
+    content = turn.holder.get(turn.key)
+    if isinstance(content, list):
+        kept = [part for part in content if not is_empty_text(part)]
+        if kept and len(kept) < len(content):
+            turn.refit(kept)
+        empty = not kept
+    else:
+        empty = not content or not content.strip()
+    if empty and turn.item is None:
+        del turn.holder[turn.key]
+        view.head.remove(turn)
+    elif empty and len(view.turns) > 1:
+        view.turns.remove(turn)
+
+
+def is_empty_text(part: Any) -> bool:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
+    return isinstance(text, str) and not text.strip()
 
 
 # ==================================================================================================
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A
-# unit's key is a hash of all that was said up to it, without decorations; under it stand the
-# versions in which the unit was forwarded. The steps of Replay.apply(), in order: tools, history
-# (which versions are this conversation's), restore (put them in place), drop_repeated (carriers
-# that say nothing new), set_down (lifted text), learn (remember what is new).
+# A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
+# results; to each belong the carriers behind it (messages that are decoration only). Of each line
+# of requests the last one is recorded: what its units said, how they were forwarded, and the answer
+# that the server was heard to give. A request that goes on from a record has its units restored,
+# one by one, up to the first that its client really changed. Then what was lifted is set down,
+# unless the prompt says it already.
 
-# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may
-# have typed them.
-CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
+# Carriers are made of these decorations. Of the others alone a person may have typed a message.
+CARRIED = frozenset(
+    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+)
+MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
+SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
+SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
+SAME_PLACE = 64  # lines that are remembered for one place in a history
+LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
+
 Decoration = tuple[str, str]  # kind, text
 
 
@@ -1446,16 +1423,6 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, text
 
 
-def decorations(turn: Turn) -> list[Decoration]:
-    """The decorations in a user turn."""
-    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
-
-
-def carried(turn: Turn) -> Decoration:
-    """A carrier as one decoration."""
-    return next(iter(decorations(turn)), ("",))[0], turn.text().strip()
-
-
 def digest(*parts: str | bytes) -> bytes:
     """A short hash of some texts, the same in every process."""
     data = [
@@ -1464,574 +1431,908 @@ def digest(*parts: str | bytes) -> bytes:
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
+class Said(NamedTuple):
+    """What a turn says. The hashes hold within this process."""
+
+    words: int  # without decorations, reasoning, and the spelling of ids; 0: it says nothing
+    whole: int  # with decorations and arguments
+    blocks: tuple[Decoration, ...] = ()
+    carrier: bool = False  # nothing but decorations
+    speaks: bool = False  # somebody's words, before which lifted text can be set down
+    opening: bytes = b""  # digest of the words, the same in every process
+
+
 class Unit:
-    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands
-    for the head."""
+    """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
+    unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = ("carriers", "changed", "key", "said", "turn", "version")
+    __slots__ = (
+        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+    )  # fmt: skip
 
-    def __init__(self, turn: Turn, said: str, key: int) -> None:
-        self.turn, self.said, self.key = turn, said, key
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.turns: list[Turn] = []
         self.carriers: list[Turn] = []
-        self.version: Version | None = None  # as it was forwarded before
-        self.changed = False  # by us: text was set down in it, or a carrier dropped
+        self.said: list[Said] = []  # of its turns, then of its carriers
+        self.words = self.whole = 0
+        self.inserted: dict[str, str] = {}  # what kvproxy set down in it, by label
+        self.stored: Stored | None = None  # as it was sent before
+        self.dropped = False  # a carrier of it is not sent
+
+    def close(self) -> None:
+        """Sum up what the turns say; the results of a batch say the same in any order."""
+        words = [one.words for one in self.said if one.words and not one.carrier]
+        if self.role == "tool":
+            words.sort()
+        self.words = hash((self.role, *words))
+        self.whole = hash((self.role, *[one.whole for one in self.said]))
+
+    def blocks(self) -> list[Decoration]:
+        """Its decorations, in order."""
+        return [block for one in self.said for block in one.blocks]
+
+    def speaks(self) -> bool:
+        return any(one.speaks for one in self.said)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Version:
-    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial
-    of the version before.
-
-    `answers` tell conversations apart that say the same: the key of an answer that a client went on
-    from, or how one began that nobody went on from yet ('' while that is not known). `now` has
-    hashes: of a decoration that the client rewrote in history, and of what was set down for it
-    last."""
-
-    own: Turn | None
-    carriers: list[Turn]
-    parent: int
-    serial: int
-    answers: list[int | str] = dataclasses.field(default_factory=list)
-    now: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def form(self) -> tuple[int, Json | None, list[Json | None]]:
-        return (
-            self.parent,
-            self.own.item if self.own else None,
-            [turn.item for turn in self.carriers],
-        )
-
-    def size(self) -> int:
-        """Bytes, roughly."""
-        return 1200 + 3 * sum(len(turn.json()) for turn in [self.own, *self.carriers] if turn)
-
-    def expect(self, answer: int | str) -> None:
-        """Wait for an answer; of keys and of beginnings the last eight are kept."""
-        alike = [one for one in self.answers if isinstance(one, type(answer))]
-        if len(alike) > 7:
-            self.answers.remove(alike[0])
-        self.answers.append(answer)
-
-    def goes_on(self, answer: Unit, strict: bool) -> bool | None:
-        """Whether a conversation that went on with `answer` may be this version's; None when that
-        cannot be told."""
-        if answer.key in self.answers:
-            return True
-        found = [agrees(hint, answer.said) for hint in self.answers if isinstance(hint, str)]
-        return True if True in found else None if None in found or (found and not strict) else False
-
-    def claim(self, answer: Unit) -> bool:
-        """Note an answer that a client went on from. True if it is what the server was heard to
-        say."""
-        known, likely, foreseen = answer.key in self.answers, "", False
-        hints = [hint for hint in self.answers if isinstance(hint, str)]
-        if hints:
-            likely = min(
-                hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said))
-            )
-            foreseen = bool(agrees(likely, answer.said))
-            if foreseen or not known:
-                self.answers.remove(likely)
-        if not known:
-            self.expect(answer.key)
-        return foreseen and len(likely) > 8
+NOTHING: dict[str, str] = {}
 
 
-class Store:
-    """What is remembered, bounded, least recently used out first. Use it under `lock`.
+class Stored(NamedTuple):
+    """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
+    be restored later; where `turns` is None, the client's own are sent."""
 
-    Versions by a unit's key, tools as JSON by name, and orders of tools.
-    """
+    words: int
+    whole: int
+    blocks: tuple[Decoration, ...] = ()
+    turns: tuple[Turn, ...] | None = None
+    carriers: tuple[Turn, ...] = ()
+    inserted: dict[str, str] = NOTHING
+    calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
+    heard: bool = False  # an answer that the server was heard to give at this place
+
+    def form(self) -> object:
+        """What the server gets, so that two records can be compared."""
+        turns = self.turns and [turn.json() for turn in self.turns]
+        return turns, [turn.json() for turn in self.carriers], self.calls
+
+
+class Heard(NamedTuple):
+    """What the server was heard to say: letters and digits at its beginning and its end, and the
+    ids of its tool calls. `complete`: the beginning is all of it."""
+
+    opening: str = ""
+    closing: str = ""
+    calls: frozenset[str] = frozenset()
+    complete: bool = False
+
+
+UNREAD = Heard()  # there was an answer, but it could not be read
+ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
+
+
+class Record:
+    """A request as it was forwarded, and the answer to it."""
+
+    __slots__ = ("answer", "conversation", "newest", "prefill", "tap", "units")
+
+    def __init__(self, conversation: str, newest: int, prefill: str) -> None:
+        self.conversation = conversation
+        self.newest = newest  # place of the answer before the newest user turn
+        self.prefill = prefill  # letters with which the client began the answer itself
+        self.units: list[Stored] = []
+        self.answer: Heard | None = None  # none yet, or an error
+        self.tap: Tap | None = None  # what has been relayed of an answer on its way
+
+    def heard(self) -> Heard | None:
+        """What the client can have heard by now."""
+        tap = self.tap
+        return heard_answer(*tap.windows()) if tap is not None else self.answer
+
+
+class Line:
+    """A line of requests: its last one, and the places that lead to it."""
+
+    __slots__ = ("places", "record", "size")
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.places: list[int] = []
+        self.size = 0
+
+
+class Lines:
+    """Lines by the places in histories where their requests ended. Bounded, the least recently used
+    go first. The lock is held for single steps, not for work that grows with a request."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = (
-            collections.OrderedDict()
-        )
+        self.by_place: dict[int, list[Line]] = {}
+        self.used: collections.OrderedDict[int, Line] = collections.OrderedDict()
 
-    def get(self, key: int | bytes) -> Any:
-        """What was put there, or None. It is used now."""
-        if key not in self.entries:
-            return None
-        self.entries.move_to_end(key)
-        return self.entries[key][0]
+    def at(self, place: int) -> list[Line]:
+        """The lines that were there, the newest first."""
+        return self.by_place.get(place, [])[::-1]
 
-    def put(self, key: int | bytes, value: Any, size: int) -> None:
-        """Forgetting costs one miss; what takes more than half of the room is not worth all the
-        others."""
-        self.size -= self.entries.pop(key, (None, 0))[1]
-        if size <= self.limit >> 1:
-            self.entries[key] = value, size
-            self.size += size
-        while self.size > self.limit:
-            self.size -= self.entries.popitem(last=False)[1][1]
+    def put(self, line: Line, record: Record, place: int, size: int) -> None:
+        """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
+        with self.lock:
+            line.record = record
+            lines = self.by_place.setdefault(place, [])
+            if line not in lines[-SAME_PLACE:]:
+                lines.append(line)
+                line.places.append(place)
+                del lines[:-SAME_PLACE]
+            self.size += size - line.size
+            line.size = size
+            self.used[id(line)] = line
+            self.used.move_to_end(id(line))
+        while self.size > self.limit and self.used:
+            self.drop(next(iter(self.used.values())))
+
+    def drop(self, line: Line) -> None:
+        """Forget a line: its client's next request is read anew."""
+        with self.lock:
+            if self.used.pop(id(line), None) is None:
+                return
+            self.size -= line.size
+            line.record = None
+        for place in line.places:
+            with self.lock:
+                lines = [one for one in self.by_place.get(place, ()) if one is not line]
+                if lines:
+                    self.by_place[place] = lines
+                else:
+                    self.by_place.pop(place, None)
+
+
+class Match(NamedTuple):
+    """The record that a request goes on from, and how many units they have in common.
+    `answered`: the unit behind those is an answer that the server was heard to give."""
+
+    depth: int = 0
+    record: Record | None = None
+    line: Line | None = None
+    answered: bool = False
 
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations: for explain, and to note the answer when it
-    comes."""
+    """Where a request stands among conversations: for explain, and to note the answer."""
 
     conversation: str = ""
-    newest: list[Version] = dataclasses.field(default_factory=list)
+    record: Record | None = None
+    line: Line | None = None
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history. One per Proxy; safe to use
-    from many threads."""
+    """Restores what a client took out of, or rewrote in, its history, and sets down what was
+    lifted. One per Proxy; safe to use from many threads. Nothing of one client reaches another."""
 
     def __init__(self, config: Config) -> None:
-        self.store = Store(config.replay_mb << 20)
-        self.serials = itertools.count(1)
+        self.lines = Lines(config.replay_mb << 20)
+        self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(
-            Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "")
-            for pattern in config.lift_regex
-        )
-        self.rows = LIFTS + own if config.lift else ()
+        self.rows = LIFTS + own_rows(config.lift_regex) if config.lift else ()
         self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.echoes: dict[
-            int, None
-        ] = {}  # heads of conversations whose clients send answers back as they were
+        self.roles: dict[int, bool] = {}  # see stays()
+
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        return self.lines.size + self.tools.size
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
         known = self.lifts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            if len(text) <= self.store.limit >> 9:
+            if len(text) <= 1 << 17:
                 remember(self.lifts, text, known, 16)
         return known
 
-    # --- what turns say: units and their keys -----------------------------------------------------
+    def stays(self, view: View, turn: Turn, client: bytes) -> bool:
+        """Whether a system message behind the first user text was seen to stay in a history before
+        this conversation began. A running conversation keeps what was decided when it began."""
+        text = turn.text()
+        first = next((one for one in view.turns if one.role == "user"), turn)
+        seen = hash((client, view.dialect.name, text))
+        begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
+        if begun not in self.roles:
+            remember(self.roles, begun, seen in self.roles)
+        if any(one.role == "assistant" for one in view.turns):
+            remember(self.roles, seen, True)
+        return self.roles.get(begun, False)
 
-    def mask(self, text: str) -> str:
-        """A user text without the decorations that clients add to the newest turn and take from
-        history."""
-        text = undress(text)[1]
-        for pattern in self.patterns:
-            text = pattern.sub("", text)
-        return text.strip()
+    # --- what turns say ---------------------------------------------------------------------------
 
-    def said(self, turn: Turn) -> str | None:
-        """What a turn says without decorations; None when it is a carrier, which says nothing
-        else."""
-        if turn.role != "user":
-            return turn.text().strip() + turn.rest()
-        said = (
-            "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
-        )
+    def said(self, turn: Turn) -> Said:
+        """What a turn says; remembered with the turn."""
+        if turn.said is None:
+            turn.said = self.read(turn)
+        return turn.said
+
+    def read(self, turn: Turn) -> Said:
+        if turn.role == "reasoning":
+            return Said(0, 0)
+        pieces = beside_texts(turn)
+        words, whole = [piece.words for piece in pieces], [piece.whole for piece in pieces]
+        if turn.item is not None and turn.item.get("role") != "user":
+            text = turn.text().strip()
+            return Said(hash((turn.role, text, *words)), hash((turn.role, text, *whole)))
+        undressed = [self.undress(slot.get()) for slot in turn.slots()]
+        blocks = [block for found, _ in undressed for block in found]
+        text = "\n".join([words for _, words in undressed if words])
         plain = turn.text().strip()
-        if not said and plain and turn.item is not None:
-            kinds = {kind for kind, _ in decorations(turn)}
-            if kinds & CARRIED or not kinds:  # not kinds: a user's pattern matched
-                return None
-        return said or plain
+        carrier = False
+        if plain and not text and not pieces:
+            carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
+            if not carrier:  # a person may have typed it
+                text, blocks = plain, []
+        return Said(
+            hash(("user", text, *sorted(words))) if text or pieces else 0,
+            hash(("user", plain, *whole)),
+            tuple(blocks),
+            carrier,
+            bool(text) or any(not piece.result for piece in pieces),
+            digest(text),
+        )
 
-    def link(self, turn: Turn) -> tuple[str | None, int]:
-        """said(), and what the turn adds to the chain of keys; both remembered with the turn."""
-        if turn.mark is None:
-            said = self.said(turn)
-            # Results of tools in a user message, too, which come with a reminder or without.
-            user = turn.item is not None and turn.item.get("role") == "user"
-            turn.mark = said, hash(("user" if user else turn.role, said))
-        return turn.mark
-
-    def speaks(self, turn: Turn) -> bool:
-        """Whether a person speaks in a turn: it is no carrier, and has more than results of
-        tools."""
-        content = turn.holder.get(turn.key)
-        if turn.role != "user" or not isinstance(content, (str, list)):
-            return False
-        if any(
-            isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)
-        ):
-            return any(self.mask(slot.get()) for slot in turn.slots())
-        return bool(self.link(turn)[0])
+    def undress(self, text: str) -> tuple[list[Decoration], str]:
+        """undress() that knows the user's own decorations as well."""
+        blocks, words = undress(text)
+        for pattern in self.patterns:
+            found = [match.group().strip() for match in pattern.finditer(words)]
+            if any(found):
+                more, words = undress(pattern.sub("", words).strip())
+                blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The head, and the turns behind the system prompt, as units with chained keys."""
-        for (
-            turn
-        ) in view.system():  # not by hash(): a conversation's name is the same in every process
-            if turn.mark is None:
-                turn.mark = None, int.from_bytes(digest(turn.text()), "big")
-        key = int.from_bytes(
-            digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big"
-        )
-        units = [Unit(Turn("head", {}, "", None), "", key)]
+        """The turns behind the system prompt as units; the first one for what precedes them."""
+        units = [Unit("head")]
         for turn in view.turns[view.leading() :]:
-            if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", hash((key, turn.role))))
+            said, unit = self.said(turn), units[-1]
+            if said.carrier:
+                unit.carriers.append(turn)
+                unit.said.append(said)
                 continue
-            said, link = turn.mark or self.link(turn)
-            if said is None:
-                units[-1].carriers.append(turn)
-            else:
-                key = hash((key, link))
-                units.append(Unit(turn, said, key))
+            role = "assistant" if turn.role == "reasoning" else turn.role
+            if unit.role != role or role not in ("assistant", "tool") or unit.carriers:
+                unit = Unit(role)
+                units.append(unit)
+            unit.turns.append(turn)
+            unit.said.append(said)
+        for unit in units:
+            unit.close()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A hash of what a conversation's requests have in common: the system prompt and the first
-        user text, masked."""
+        """A name for what a conversation's requests have in common: system prompt and the first
+        user's words. It is the same in every process."""
         units = units or self.units(view)
-        first = next((unit.said for unit in units if unit.turn.role == "user"), "")
-        return digest(str(units[0].key), first).hex()
+        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
-    def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
-        """Replace history with what was sent, drop carriers that are there already, set lifted text
-        down. In place.
-
-        `learn` is False for requests that only count tokens.
-        """
-        units = self.units(view)
-        trace = Trace(self.conversation(view, units))
-        last = next(
-            (i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0
-        )
-        with self.store.lock:
-            self.tools(view, trace.conversation, last > 0, report, learn)
-            self.history(units, last, learn)
-            moved = restore(units, report)
-            drop_repeated(units, last, report)
-            moved = self.set_down(view, units, last, lifted, moved, report)
-            view.turns = view.turns[: view.leading()] + flat(units)
-            if learn:
-                trace.newest = self.learn(units, last)
-                for one in moved:
-                    one.note()
-        return trace
-
-    def history(self, units: list[Unit], last: int, learn: bool) -> None:
-        """Find the stored version of each unit of history (those before the last answer), where one
-        is beyond doubt.
-
-        The last one that is known is told by the answer behind it; those before it are its parents,
-        and no others."""
-        if not any(unit.key in self.store.entries for unit in units[:last]):
-            return  # the usual case with clients that rewrite nothing
-        later: Version | None = None  # the nearest known one behind the unit
-        answer: Unit | None = None  # the assistant turn right behind the unit
-        newest = True  # the unit was the newest one in the last request, if that went through here
-        for index in range(last - 1, -1, -1):
-            unit, behind = units[index], units[index + 1].turn.role
-            if behind == "assistant":
-                answer = units[index + 1]
-            elif behind in ("user", "tool", "system"):
-                answer, newest = None, False
-            known: list[Version] = self.store.get(unit.key) or []
-            if later is not None:
-                unit.version = next(
-                    (version for version in known if version.serial == later.parent), None
-                )
-            elif answer is not None:
-                unit.version = pick(known, answer, units[0].key in self.echoes, not newest)
-            if unit.version is not None:
-                later = unit.version
-                known.remove(later)
-                known.append(later)  # the most recently used
-                if learn and answer is not None and later.claim(answer):
-                    remember(self.echoes, units[0].key, None)
-
-    def set_down(
+    def apply(
         self,
         view: View,
-        units: list[Unit],
-        last: int,
         lifted: list[Lifted],
-        moved: list[Moved],
         report: Report,
-    ) -> list[Moved]:
-        """Put lifted text, and decorations that the client rewrote in history, in front of the
-        newest user text, unless the conversation's newest of their kind is equal. Returns the
-        decorations that are there now.
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Restore history, drop carriers that stand there already, set lifted text down: in place.
 
-        In a tool loop that text is history: what changed waits for the next user turn, unless
-        nothing is known yet."""
+        `client` tells whose request it is, and `size` how many bytes it has. `learn` is False for
+        requests that only count tokens.
+        """
+        units = self.units(view)
+        place = hash((client, view.dialect.name, *[turn.text() for turn in view.system()]))
+        places = []
+        for unit in units:
+            place = hash((place, unit.words))
+            places.append(place)
+        match = self.find(units, places)
+        if match.record is not None:
+            for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
+                unit.stored = stored
+            if restored_bytes(units) > size + SLACK:
+                match = self.let_go(units, match)
+        trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
+        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
+        depth, pending = settle_insertions(units, match.depth, dict(lifted))
+        for unit in units[depth:]:
+            unit.stored = None
+        report.replayed += sum([restore(unit) for unit in units[:depth]])
         report.lifted += len(lifted)
-        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), 0)
-        waits = taker < last and any(unit.version for unit in units)
-        if not taker or waits or not (lifted or moved):
-            return []
-        texts = texts_of([turn for turn in flat(units) if turn.role == "user"])
-        due = []
-        for row in dict.fromkeys(row for row, _ in lifted):
-            pieces = [text for one, text in lifted if one is row]
-            standing = next((hits for text in reversed(texts) if (hits := row.find(text))), [])
-            if not {match.group().strip() for match in standing}.issuperset(pieces):
-                due += pieces
-        moved = [one for one in moved if one.due(texts)]
-        report.lifted += len(moved)
-        if due or moved:
-            turn = units[taker].turn = units[taker].turn.own()
-            units[taker].changed = True
-            text = "\n\n".join(
-                ([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved]
-            )
-            slots = turn.slots()
-            if slots:
-                slot = next((slot for slot in reversed(slots) if self.mask(slot.get())), slots[0])
-                slot.set(text + "\n\n" + slot.get())
-            else:
-                turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
-        return moved
-
-    def learn(self, units: list[Unit], last: int) -> list[Version]:
-        """Remember the units after the last answer, and one that was dressed before it, as they are
-        forwarded now; but of tool results only those that have or had carriers, and the last one,
-        whose answer tells the conversation."""
-        parent = 0
-        newest: list[Version] = []  # the one that the answer will tell
-        for index, unit in enumerate(units):
-            turn = unit.turn
-            ends = turn.role == "user" or (
-                index == len(units) - 1 and turn.role not in ("head", "reasoning")
-            )
-            if (index >= last and (ends or unit.carriers)) or unit.changed:
-                dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
-                carriers = [stored(carrier) for carrier in unit.carriers]
-                version = Version(
-                    stored(turn) if dressed else None, carriers, parent, next(self.serials)
-                )
-                known: list[Version] = self.store.get(unit.key) or []
-                same = next((one for one in known if one.form() == version.form()), None)
-                if same is None:
-                    known = [*known[-63:], version]
-                    while (
-                        size := sum(one.size() for one in known)
-                    ) > self.store.limit >> 1 and len(known) > 1:
-                        del known[0]
-                    self.store.put(unit.key, known, size)
-                unit.version = same or version
-                if index < last:
-                    unit.version.claim(
-                        next(one for one in units[index:] if one.turn.role == "assistant")
-                    )
-            if unit.version is not None:
-                parent, newest = unit.version.serial, [unit.version]
-        for version in newest:
-            version.expect("")
-        return newest
-
-    def answered(self, trace: Trace, hint: str | None) -> None:
-        """Note how the answer to a request began ('': unknown; None: there was none), so that its
-        turn can be told from others with the same words."""
-        with self.store.lock:
-            for version in trace.newest if hint != "" else ():
-                if "" in version.answers:
-                    at = version.answers.index("")
-                    version.answers[at : at + 1] = [hint[:HINT]] if hint else []
-
-    # --- tools: first-seen form, first-seen order -------------------------------------------------
-
-    def tools(
-        self, view: View, conversation: str, follows: bool, report: Report, learn: bool
-    ) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order.
-
-        `follows`: the conversation has an answer already, so that tools that are new to it go to
-        the end."""
-        tools, store = view.body.get("tools"), self.store
-        if (
-            not isinstance(tools, list)
-            or not tools
-            or not all(isinstance(tool, dict) for tool in tools)
-        ):
-            return
-        try:
-            listing = hash(
-                marshal.dumps(tools, 0)
-            )  # the fastest spelling that shows the order of keys
-        except ValueError:
-            raise Unreadable("nested too deeply") from None
-        talk = digest(b"talk", conversation)
-        wanted, *order = store.get(listing) or [b""]  # of a list that needed no change
-        if order:
-            for key in (wanted, *order):
-                store.get(key)  # they are in use
-        else:
-            names = [digest(_sorted_json(bare(tool))) for tool in tools]
-            if len(set(names)) != len(names):
-                return
-            forms = [json.dumps(bare(tool)) for tool in tools]
-            first = {name: store.get(name) or form for name, form in zip(names, forms, strict=True)}
-            wanted = digest(b"set", *sorted(names))
-            order = store.get(wanted) or []
-            if not order:
-                before = (store.get(talk) if follows else None) or []
-                added = [name for name in names if name not in before]
-                order = before + added if set(before) <= set(names) else names
-            if order != names or list(first.values()) != forms:
-                view.body["tools"] = [json.loads(first[name]) for name in order]
-                report.tools_restored += 1
-            elif learn:
-                store.put(listing, [wanted, *order], 200 + 40 * len(order))
-            if learn:
-                for name, form in first.items():
-                    if store.get(name) is None:
-                        store.put(name, form, 300 + len(form))
-                store.put(wanted, order, 200 + 40 * len(order))
+        if pending:
+            set_down(view, units, pending)
+        self.drop_moved(units, report)
+        view.turns = view.turns[: view.leading()]
+        for unit in units:
+            view.turns += unit.turns + unit.carriers
         if learn:
-            store.put(talk, order, 200 + 40 * len(order))
+            self.learn(trace, units, places, match)
+        return trace
 
+    def find(self, units: list[Unit], places: list[int]) -> Match:
+        """The record that a request goes on from: the one that agrees the furthest.
 
-def flat(units: list[Unit]) -> list[Turn]:
-    """The units' turns in order, without the head, which is none."""
-    return [turn for unit in units for turn in (unit.turn, *unit.carriers)][1:]
+        Where several agree and would send different text, nothing is restored from there on.
+        """
+        now = Now.of(units)
+        depth = 0
+        found: list[tuple[int, Line, Record, bool]] = []
+        for at in range(len(units) - 1, 0, -1):
+            if at <= depth:
+                break
+            if units[at].role != "assistant":
+                continue
+            for line in self.lines.at(places[at - 1]):
+                record = line.record
+                if record is not None:
+                    reach, sure = reach_of(units, record, at, now)
+                    found.append((reach, line, record, sure))
+                    depth = max(depth, reach) if sure else depth
+        if not depth:
+            return Match()
+        best = [one for one in found if one[0] >= depth]
+        _, line, record, _ = next(one for one in best if one[3])
+        common = depth
+        for _, _, other, _ in best:
+            for at in range(common):
+                mine, theirs = record.units[at], other.units[at]
+                if mine is not theirs and mine.form() != theirs.form():
+                    common = at
+                    break
+        return Match(common, record, line, common == depth) if common else Match()
 
+    def drop_moved(self, units: list[Unit], report: Report) -> None:
+        """Take out a carrier behind the last answer that says what the newest one of its kind
+        before it said: OpenClaw moves such carriers along.
 
-def texts_of(turns: list[Turn]) -> list[str]:
-    return [slot.get() for turn in turns for slot in turn.slots()]
-
-
-class Moved(NamedTuple):
-    """A decoration in history that reads `now` what the stored version has as `before` ('': not at
-    all)."""
-
-    version: Version
-    before: str
-    now: str
-
-    def due(self, texts: list[str]) -> bool:
-        """Whether the conversation's user `texts` say something else, so that it has to be set down
-        again."""
-        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(
-            self.now
-        ):
-            return True
-        return self.before != self.now and not any(self.now in text for text in texts)
-
-    def note(self) -> None:
-        if self.before:
-            remember(self.version.now, hash(self.before), hash(self.now), 8)
-
-
-def restore(units: list[Unit], report: Report) -> list[Moved]:
-    """Put the stored form of each known unit in its place; returns what the client has rewritten
-    there since."""
-    moved: list[Moved] = []
-    standing = {
-        turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers
-    }
-    for unit in units:
-        version = unit.version
-        if version is None:
-            continue
-        own = version.own or unit.turn
-        now = decorations(unit.turn) if version.own else []
-        was = decorations(own) if now else []
-        if any(piece[0] == "event" and piece not in was for piece in now):
-            continue  # it tells something new
-        if unit.carriers:
-            was += [carried(turn) for turn in version.carriers]
-            now += [carried(turn) for turn in unit.carriers]
-        found = rewritten(version, was, now)
-        moved += found
-        gone = {one.now for one in found if one.before}
-        more = [
-            turn
-            for turn in unit.carriers
-            if turn.text().strip() not in standing and turn.text().strip() not in gone
-        ]
-        carriers = version.carriers + more
-        if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
-            unit.turn, unit.carriers = own, carriers
-            report.replayed += 1
-    return moved
-
-
-def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) -> list[Moved]:
-    """Reminders and environment blocks, each with the one of its kind in the stored version that it
-    has the most in common with."""
-    gone = [piece for piece in was if piece not in now]
-    found = []
-    for kind, text in now:
-        if kind in ("reminder", "environment"):
-            before = text
-            if (kind, text) not in was:
-                alike = [old for of, old in gone if of == kind]
-                before = max(alike, key=lambda old: common_prefix(text, old), default="")
-                gone = [piece for piece in gone if piece[1] != before]
-            found.append(Moved(version, before, text))
-    return found
-
-
-def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
-    """Take out a carrier after the last answer that says what the newest one of its kind before it
-    said.
-
-    A request may not end with the answer itself, which would ask the model to continue it: then
-    carriers stay."""
-    newest: dict[str, str] = {}
-    for index, unit in enumerate(units):
-        if not unit.carriers:
-            continue
-        kept = []
-        for carrier in unit.carriers:
-            kind, text = carried(carrier)
-            if kind in ("event", "runtime", ""):  # of which there are several
-                kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
-            if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
-                report.dropped += 1
-                unit.changed = True
-            else:
-                newest[kind] = text
+        A request may not end with the answer itself, which would ask the model to continue it.
+        """
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        standing: dict[str, str] = {}
+        for at, unit in enumerate(units):
+            kept = []
+            for carrier in unit.carriers:
+                kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
+                if kind in MOVED and 0 < last <= at and last + 1 < len(units):
+                    if standing.get(kind) == text:
+                        report.dropped += 1
+                        unit.dropped = True
+                        continue
+                standing[kind] = text
                 kept.append(carrier)
-        unit.carriers = kept
+            if unit.dropped:
+                unit.carriers = kept
+
+    def let_go(self, units: list[Unit], match: Match) -> Match:
+        """Forget the line that has grown too long, and what it would have restored."""
+        if match.line is not None:
+            self.lines.drop(match.line)
+        for unit in units:
+            unit.stored = None
+        return Match()
+
+    def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
+        """Record a request as it is forwarded."""
+        end = len(units)
+        prefill = ""
+        if units[-1].role == "assistant":  # the client has begun the answer
+            end -= 1
+            prefill = spoken(units[end])[0]
+        newest = newest_answer(units[:end])
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        record = Record(trace.conversation, newest, prefill)
+        size = 500
+        for at, unit in enumerate(units[:end]):
+            heard = at == match.depth and match.answered and unit.role == "assistant"
+            if match.record is not None and at < match.depth:
+                heard = match.record.units[at].heard
+            stored = self.stored(unit, at >= newest or at == first, heard)
+            record.units.append(stored)
+            size += 150 + 3 * sum([len(turn.json()) for turn in stored.turns or ()])
+            size += 3 * sum([len(turn.json()) for turn in stored.carriers])
+        trace.record = record
+        trace.line = Line()
+        if match.line is not None and match.record is not None:
+            if match.line.record is match.record and match.depth == len(match.record.units):
+                trace.line = match.line  # it goes on; else it branches off
+        if size <= self.lines.limit >> 1:
+            self.lines.put(trace.line, record, places[end - 1], size)
+        elif match.line is not None:
+            self.lines.drop(match.line)
+
+    def stored(self, unit: Unit, keep: bool, heard: bool) -> Stored:
+        """How a unit is recorded; `keep`: its turns may have to be restored, though unchanged."""
+        old = unit.stored
+        blocks = old.blocks if old else tuple(unit.blocks())
+        inserted = old.inserted if old else unit.inserted
+        turns: tuple[Turn, ...] | None = None
+        carriers: tuple[Turn, ...] = ()
+        if old is not None and old.turns is not None:
+            if keep or inserted or old.whole != unit.whole or old.blocks != tuple(unit.blocks()):
+                turns, carriers = old.turns, old.carriers
+        elif old is None and (
+            inserted or unit.dropped or (keep and (unit.role == "user" or unit.carriers))
+        ):
+            turns = tuple([storable(turn) for turn in unit.turns])
+            carriers = tuple([storable(turn) for turn in unit.carriers])
+        calls = old.calls if old else tuple(calls_of(unit.turns))
+        new = Stored(unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard)
+        return old if old is not None and old == new else new
+
+    def overflowed(self, trace: Trace) -> None:
+        """The server said that the context is full: a fresh start, without restored text."""
+        if trace.line is not None:
+            self.lines.drop(trace.line)
 
 
-def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Version | None:
-    """Which of several versions of a turn belongs to a conversation that went on with `answer`;
-    None when in doubt.
+class Now(NamedTuple):
+    """What restoring depends on in the request itself."""
 
-    `strict`: this client sends answers back as the server gave them, so one that does not agree is
-    another conversation's. `sure`: only one that does agree will do."""
-    found = [(version, version.goes_on(answer, strict)) for version in known]
-    likely = [version for version, yes in found if yes]
-    maybe = [version for version, yes in found if yes is None]
-    if (
-        likely
-    ):  # another one, whose answer is not known yet, may have been answered in the same words
-        likely += [version for version in maybe if "" in version.answers]
-    elif not sure:
-        likely = maybe
-    return likely[0] if len(likely) == 1 else None
+    newest: int  # place of the answer before the newest user turn: what is behind it is new
+    first: int  # place of the first user turn
+    moved: frozenset[str]  # kinds of carriers that stand behind the last answer
+    speaker: bool  # the newest user turn tells who speaks
+
+    @classmethod
+    def of(cls, units: list[Unit]) -> Now:
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        moved = [
+            kind for unit in units[last:] for carrier in unit.said for kind, _ in carrier.blocks
+        ]
+        target = units[target_of(units)]
+        speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
+        return cls(newest_answer(units), first, MOVED.intersection(moved), speaker)
 
 
-HINT = 120  # characters of an answer that are kept to know it again
+def target_of(units: list[Unit]) -> int:
+    """The place of the newest user turn in which somebody speaks; 0 if there is none."""
+    return next((at for at in range(len(units) - 1, 0, -1) if units[at].speaks()), 0)
 
 
-def agrees(hint: str, answer: str) -> bool | None:
-    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its
-    first tool call); None when that cannot be told: clients cut, trim and mark answers."""
-    words = answer.partition(PIECE)[0]
-    if hint and (
-        words == hint
-        or PIECE + hint + PIECE in answer + PIECE
-        or len(hint) > 31
-        and words.startswith(hint)
-    ):
-        return True
-    a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
+def newest_answer(units: list[Unit]) -> int:
+    """The place of the answer that precedes the newest user turn; 0 if none does."""
+    target = target_of(units)
+    return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
+
+
+def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, bool]:
+    """How many units of a request, of those before its answer at `at`, a record can restore; and
+    whether that is sure. It is not while nobody heard what the answer to the record was."""
+    sure = True
+    if len(record.units) > at:
+        if not record.units[at].heard or record.units[at].words != units[at].words:
+            return 0, True
+    elif len(record.units) < at or not agrees(record, units[at]):
+        return 0, True
+    else:
+        sure = record.heard() is not UNREAD
+    heard = 0
+    for place, stored in enumerate(record.units[:at]):
+        unit = units[place]
+        if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
+            return heard, True  # a real edit; what is between it and the last answer is not sure
+        if stored.heard:
+            heard = place
+    return at, sure
+
+
+def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
+    """Whether a unit is what was sent, with its decorations left as they were, taken out at the
+    moment when it stopped being the newest, or rewritten in the first message.
+
+    `newest` is where the new part of the record began.
+    """
+    blocks = unit.blocks()
+    mine = collections.Counter([text for _, text in blocks])
+    theirs = collections.Counter([text for _, text in stored.blocks])
+    if mine == theirs:
+        return True  # in another order or shape
+    if mine <= theirs:
+        if place < newest:
+            return False  # once history, it has been settled
+        gone = theirs - mine
+        moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
+        return place < now.newest or moved
+    kinds = [kind for kind, _ in blocks]
+    changed = [one[0] for one, two in zip(blocks, stored.blocks, strict=False) if one != two]
     return (
-        None
-        if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b
-        else False
+        place == now.first
+        and kinds == [kind for kind, _ in stored.blocks]
+        and REWRITABLE.issuperset(changed)
+        and not SPEAKERS.intersection(kinds)
+        and not now.speaker
     )
 
 
-def stored(turn: Turn) -> Turn:
-    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may
-    not pile up."""
-    item = bare(turn.item or {"role": "user", "content": turn.text()})
-    if isinstance(content := item.get("content"), list):
-        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+def restored_bytes(units: list[Unit]) -> int:
+    """How many bytes restoring adds to a request."""
+    added = 0
+    for unit in units:
+        if unit.stored is not None and unit.stored.turns is not None:
+            sent = [*unit.stored.turns, *unit.stored.carriers]
+            came = unit.turns + unit.carriers
+            added += sum([len(turn.json()) for turn in sent])
+            added -= sum([len(turn.json()) for turn in came])
+    return added
+
+
+def restore(unit: Unit) -> bool:
+    """Put a unit's stored form in its place; whether that changed anything."""
+    stored = unit.stored
+    if stored is None:
+        return False
+    if stored.turns is None:
+        return bool(stored.calls) and respell(unit, stored.calls)
+    sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
+    if len(sent) == len(came) and all(map(same_turn, sent, came)):
+        return False
+    unit.turns, unit.carriers = list(stored.turns), list(stored.carriers)
+    return True
+
+
+def same_turn(stored: Turn, turn: Turn) -> bool:
+    return stored is turn or stored.item == storable(turn).item
+
+
+def storable(turn: Turn) -> Turn:
+    """A turn as it is kept: without cache_control, which moves from turn to turn."""
+    item = turn.item or {"role": "user", "content": turn.text()}
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    if turn.item and "cache_control" not in item:
+        if not any(isinstance(part, dict) and "cache_control" in part for part in parts):
+            return turn
+    item = bare(item)
+    if parts:
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
     return turn_of(item)
+
+
+# --- lifted text ----------------------------------------------------------------------------------
+
+CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+
+
+def only_clock(before: str, after: str) -> bool:
+    """Whether two texts differ in the time of the day alone."""
+    return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
+
+
+def settle_insertions(
+    units: list[Unit], depth: int, lifted: dict[str, str]
+) -> tuple[int, dict[str, str]]:
+    """What has to be set down in the newest user turn, by label, so that the newest value of each
+    stands last; and how many of the `depth` units may be restored for that.
+
+    What the client no longer has must not stand on: the units from the one that holds it on go in
+    the client's form. So does the newest user turn when answers stand behind it already (a tool
+    loop) and something new has to be set down; only a clock time may wait for the next one.
+    """
+    target = target_of(units)
+    first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+    while True:
+        wanted = dict(lifted)
+        standing: dict[str, str] = {}
+        since: dict[str, int] = {}
+        if first < depth and (stored := units[first].stored) is not None:
+            for number, (was, now) in enumerate(
+                zip(stored.blocks, units[first].blocks(), strict=False)
+            ):
+                if was[0] == now[0] and now[0] in REWRITABLE:
+                    label = f"first {number}"
+                    standing[label], wanted[label], since[label] = was[1], now[1], first
+        for at in range(depth):
+            stored = units[at].stored
+            for label, text in stored.inserted.items() if stored else ():
+                standing[label] = text
+                since.setdefault(label, at)
+        gone = [since[label] for label in standing if label not in wanted]
+        if gone:
+            depth = min(gone)
+            continue
+        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+        if pending and target < depth:
+            waits = [
+                label in standing and only_clock(standing[label], pending[label])
+                for label in pending
+            ]
+            if all(waits):
+                return depth, {}
+            depth = target
+            continue
+        return depth, pending
+
+
+def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in the newest user turn."""
+    unit = units[target_of(units)]
+    unit.inserted = pending
+    lifted = [text for label, text in pending.items() if not label.startswith("first ")]
+    pieces = [text for label, text in pending.items() if label.startswith("first ")]
+    if lifted:
+        pieces.insert(0, reminder("\n\n".join(lifted)))
+    text = "\n\n".join(pieces)
+    at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
+    turn = unit.turns[at] = unit.turns[at].own()
+    slots = turn.slots()
+    if slots:
+        spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
+        slot = spoken[-1] if spoken else slots[0]
+        slot.set(text + "\n\n" + slot.get())
+    else:
+        turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+
+
+# --- answers, calls and results -------------------------------------------------------------------
+
+Call = tuple[str, str]  # id, name
+NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+def plain(name: Any) -> str:
+    """An id without punctuation, which some clients change."""
+    return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
+
+
+def letters(text: str) -> str:
+    """What an answer is known by: its letters and digits without what the model thought."""
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif "<think>" in text:
+        text = text.partition("<think>")[0]
+    return NOT_LETTERS.sub("", text) or text.strip()
+
+
+def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
+    """The letters of an answer, and the ids of its calls."""
+    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+    calls = [plain(name) for name, _ in calls_of(unit.turns)]
+    return letters("\n".join(texts)), frozenset(calls)
+
+
+def agrees(record: Record, unit: Unit) -> bool:
+    """Whether an assistant's turn is the answer that the server gave to a record: the same calls,
+    or the same words; of a long answer, all that the client kept of its beginning or its end."""
+    answer = record.heard()
+    if answer is None or answer is ANY or answer is UNREAD:
+        return answer is not None
+    said, calls = spoken(unit)
+    if answer.calls or calls:
+        return calls == answer.calls or (not answer.complete and bool(calls & answer.calls))
+    opening = letters(record.prefill + answer.opening)
+    if answer.complete and said == opening:
+        return bool(said)
+    for heard in (opening, answer.closing):
+        if min(len(heard), len(said)) >= LONG_ANSWER:
+            longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
+            if longer.startswith(shorter) or longer.endswith(shorter):
+                return True
+    return False
+
+
+class Piece(NamedTuple):
+    """Something that a turn says beside its texts."""
+
+    words: int
+    whole: int
+    result: bool  # of a tool
+
+
+def beside_texts(turn: Turn) -> list[Piece]:
+    """Calls, results, images and names in a turn."""
+    item, content = turn.item or {}, turn.holder.get(turn.key)
+    said: list[Any] = []
+    results: list[Any] = []
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind == "tool_use":
+                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
+            elif kind == "tool_result":
+                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
+            elif kind not in UNSAID_PARTS:
+                said.append(_sorted_json(bare(part)))
+    elif content is not None and not isinstance(content, str):
+        said.append(_sorted_json(content))
+    for call in listed(item.get("tool_calls")):
+        function = members(members(call).get("function"))
+        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
+    for key in ("call_id", "tool_call_id"):
+        if key in item:
+            call = item.get("arguments", item.get("input"))
+            said.append((plain(item[key]), canonical(call)))
+    if turn.role == "user" and "name" in item:
+        said.append(("name", str(item["name"])))
+    pieces = [Piece(hash(one), hash(one), False) for one in said]
+    return pieces + [Piece(hash(one), hash(one), True) for one in results]
+
+
+def canonical(arguments: Any) -> str:
+    """A call's arguments in one spelling: the server parses them."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(arguments))
+        return arguments
+    return _sorted_json(arguments)
+
+
+def result_text(content: Any) -> str:
+    """A tool's result; a text and a list of one text are the same."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    return "\n".join(texts)
+
+
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str
+    named: Json | None  # has the name, or would
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
+    for call in listed(item.get("tool_calls")):
+        if isinstance(call, dict):
+            function = call.get("function")
+            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
+    for part in listed(item.get("content")):
+        if isinstance(part, dict) and part.get("type") == "tool_use":
+            found.append(CallField(part, "id", part))
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            found.append(CallField(part, "tool_use_id", None))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        found.append(CallField(item, "call_id", named))
+    return found
+
+
+def calls_of(turns: list[Turn]) -> list[Call]:
+    """(id, name) of the calls or results in some turns, in order."""
+    calls = []
+    for turn in turns:
+        if turn.role in ("assistant", "tool", "user") and turn.item is not None:
+            for holder, key, named in call_fields(turn.item):
+                calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
+    return calls
+
+
+def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
+    """Give calls or results the ids, names and order in which they were sent first; whether that
+    changed anything."""
+    mine = calls_of(unit.turns)
+    if tuple(mine) == first:
+        return False
+    spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
+    if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
+        return False
+    turns: list[tuple[int, Turn]] = []
+    for turn in unit.turns:
+        item = copy.deepcopy(turn.item) if turn.item is not None else None
+        if item is None or not (fields := call_fields(item)):
+            turns.append((turns[-1][0] if turns else 0, turn))
+            continue
+        for holder, key, named in fields:
+            _, holder[key], name = spelled[plain(holder[key])]
+            if named is not None and named.get("name", "") != name:
+                named.pop("name", None)
+                if name:
+                    named["name"] = name
+        order_results(item, spelled)
+        turns.append((min(spelled[plain(one.holder[one.key])][0] for one in fields), turn_of(item)))
+    if unit.role == "tool":
+        turns.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in turns]
+    return True
+
+
+def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
+    """Put the results in a message into the order in which they were sent first."""
+    parts = listed(item.get("content"))
+    places = [
+        at for at, part in enumerate(parts)
+        if isinstance(part, dict) and part.get("type") == "tool_result"
+    ]  # fmt: skip
+    ordered = sorted(
+        [parts[at] for at in places], key=lambda part: spelled[plain(part["tool_use_id"])][0]
+    )
+    for at, part in zip(places, ordered, strict=True):
+        parts[at] = part
+
+
+# --- tools: first-seen form, first-seen order -----------------------------------------------------
+
+
+class Tools:
+    """The forms and orders in which tools were sent first. Bounded; safe to use from many threads."""
+
+    def __init__(self, limit: int) -> None:
+        self.lock = threading.Lock()
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+
+    def get(self, *key: Any) -> Any:
+        """What was put there, or None. It is used now."""
+        place = hash(key)
+        with self.lock:
+            if place not in self.entries:
+                return None
+            self.entries.move_to_end(place)
+            return self.entries[place][0]
+
+    def put(self, value: Any, size: int, *key: Any) -> None:
+        """Keep a value; what takes more than half of the room is not worth all the others."""
+        place = hash(key)
+        with self.lock:
+            self.size -= self.entries.pop(place, (None, 0))[1]
+            if size <= self.limit >> 1:
+                self.entries[place] = value, size
+                self.size += size
+            while self.size > self.limit:
+                self.size -= self.entries.popitem(last=False)[1][1]
+
+    def apply(
+        self,
+        view: View,
+        client: bytes,
+        conversation: str,
+        follows: bool,
+        report: Report,
+        learn: bool,
+    ) -> None:
+        """Send a tool that differs from an earlier one in key order only as it was sent then, and
+        keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
+        tools = view.body.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            return
+        if not tools:
+            return
+        listing = hash(json.dumps(tools))
+        order = self.get(client, "unchanged", listing)
+        if order is None:
+            names = [hash(_sorted_json(bare(tool))) for tool in tools]
+            known = set(names)
+            if len(known) != len(names):
+                return
+            forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
+            first = {name: self.get(client, "form", name) or forms[name] for name in names}
+            order = self.get(client, "order", frozenset(names))
+            if order is None:
+                before = (self.get(client, "talk", conversation) if follows else None) or []
+                old = set(before)
+                order = before + [name for name in names if name not in old]
+                if not old <= known:
+                    order = names
+            if order != names or first != forms:
+                view.body["tools"] = [json.loads(first[name]) for name in order]
+                report.tools_restored += 1
+            elif learn:
+                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
+            if learn:
+                for name, form in first.items():
+                    if form is forms[name]:
+                        self.put(form, 300 + len(form), client, "form", name)
+                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
+        if learn:
+            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
 
 
 # ==================================================================================================
@@ -2155,7 +2456,7 @@ def settled(found: dict[str, float]) -> Usage:
 
 
 _PLAIN = (None, "text", "text_delta", "output_text")
-HINT_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2163,39 +2464,45 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 }
 
 
-def hint_of(window: bytes) -> str:
-    """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do
-    not tell."""
-    words = ""
-    with contextlib.suppress(ValueError, RecursionError):
-        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [
-            window
-        ]:
-            for piece, call in hint_parts(json.loads(text)):
-                if call and not words.strip():
-                    return call
-                words += piece
-            if len(words) > 200:  # more are not compared
-                break
-    return words.strip()[:400]
+def heard_answer(first: bytes, last: bytes) -> Heard:
+    """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    found: list[tuple[str, frozenset[str]]] = []
+    for window in filter(None, (first, last)):
+        texts: list[str] = []
+        calls: set[str] = set()
+        lines = [window]
+        if streamed:
+            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
+                for text, call in answer_parts(json.loads(line)):
+                    texts.append(text)
+                    calls.add(plain(call))
+        found.append(("".join(texts), frozenset(calls - {""})))
+    if not found:
+        return UNREAD
+    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
+    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
+    return answer if answer.opening or answer.closing or answer.calls else UNREAD
 
 
-def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
     leads to `value`."""
     for part in listed(value):
-        yield from hint_parts(part, key)
+        yield from answer_parts(part, key)
     if not isinstance(value, dict):
         return
     kind = value.get("type")
     if kind in ("tool_use", "function_call") or key == "tool_calls":
         yield "", str(value.get("call_id") or value.get("id") or "")
     elif not str(kind).endswith(".done"):  # such an event says again what has been said
-        for name in [name for name in HINT_KEYS if name in value]:
+        for name in [name for name in ANSWER_KEYS if name in value]:
             part = value[name]
             if not isinstance(part, str):
-                yield from hint_parts(part, name)
-            elif kind in HINT_KEYS[name]:
+                yield from answer_parts(part, name)
+            elif kind in ANSWER_KEYS[name]:
                 yield part, ""
 
 
@@ -2240,7 +2547,7 @@ def said(turn: Turn) -> str:
     rest += [
         part
         for part in listed(content)
-        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS
+        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS
     ]
     rest += [
         item.get(key)
@@ -3365,7 +3672,7 @@ class Relay(socketserver.BaseRequestHandler):
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         dialect, counting = dialect_of(path)
-        exchange = Exchange(request, dialect, counting)
+        exchange = Exchange(request, dialect, counting, self.client_address[0])
         self.proxy.busy(1)
         try:
             if dialect is not None and request.method == "POST":
@@ -3610,8 +3917,8 @@ class Relay(socketserver.BaseRequestHandler):
         lines += self.proxy.diagnosis(exchange)
         if self.close_connection:
             lines.append(b"Connection: close")
-        if exchange.dialect is not None and not response.headers.all(b"content-encoding"):
-            exchange.tap = Tap()
+        if response.headers.all(b"content-encoding"):
+            exchange.tap = None
         try:
             self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
         except BaseException as fault:
@@ -3711,8 +4018,11 @@ class Relay(socketserver.BaseRequestHandler):
 class Exchange:
     """One request on its way, and what is remembered of it afterwards."""
 
-    def __init__(self, request: Request, dialect: Dialect | None, counting: bool) -> None:
+    def __init__(
+        self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
+    ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
+        self.address = address  # of the client, without the port
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
         self.sent = self.begun = self.ended = 0.0
@@ -3726,7 +4036,7 @@ class Exchange:
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
-        self.tap: Tap | None = None
+        self.tap = Tap() if dialect is not None else None
 
 
 # ==================================================================================================
@@ -3964,6 +4274,9 @@ class Server(socketserver.ThreadingTCPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
+CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+
+
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
@@ -3976,7 +4289,7 @@ class Proxy:
         self.backend = Backend(self.config)
         self.scrubber = Scrubber(self.config)
         self.reader = Reader(
-            self.scrubber if self.config.scrub else None, self.config.replay_mb << 17
+            self.scrubber if self.config.scrub else None, self.config.replay_mb << 20
         )
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
@@ -4096,15 +4409,28 @@ class Proxy:
         report.items = len(view.turns)
         if scrubs:
             self.scrubber.apply(view, report)
+        client = self.client(exchange)
+        if scrubs and self.config.system_first:
+            stays = lambda turn: self.replay.stays(view, turn, client)
+            system_first(view, report, stays if replays else lambda turn: False)
         if replays:
             lifted = lift(view, self.replay)
-            exchange.trace = self.replay.apply(view, lifted, report, learn=not exchange.counting)
+            learn = not exchange.counting
+            exchange.trace = self.replay.apply(view, lifted, report, client, len(raw), learn)
+            if exchange.trace.record is not None:
+                exchange.trace.record.tap = exchange.tap
             report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         else:
             exchange.trace = Trace(self.replay.conversation(view))
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
+
+    def client(self, exchange: Exchange) -> bytes:
+        """Whose request it is: a digest of the key that it carries and of where it comes from.
+        Nobody's text may reach anybody else's prompt."""
+        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
+        return digest(exchange.address, *headers)
 
     # --- while the model works --------------------------------------------------------------------
 
@@ -4165,14 +4491,19 @@ class Proxy:
                 exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
             )
             exchange.usage = usage_of(first, last)
-            if exchange.trace.newest:
-                self.replay.answered(exchange.trace, hint_of(first) if answered else None)
+            if record := exchange.trace.record:
+                record.answer = heard_answer(first, last) if answered else None
+                record.tap = None
             if not answered:
                 exchange.verdict = None
             elif exchange.verdict is not None:
                 settle(exchange.verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
-            exchange.tap, exchange.view, exchange.trace.newest = None, None, []
+            exchange.tap, exchange.view, exchange.trace = (
+                None,
+                None,
+                Trace(exchange.trace.conversation),
+            )
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if self.log.isEnabledFor(logging.INFO):
@@ -4499,8 +4830,7 @@ class Warmup:
                 if view is None:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    with replay.store.lock:
-                        replay.tools(view, replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
@@ -4738,7 +5068,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
         "Share of prompt tokens reused over the last 20 requests.",
     ),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
-    ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
+    ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
     (
         "kvproxy_start_time_seconds",
@@ -5093,7 +5423,7 @@ def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str,
     if response.status != 200:
         told = " ".join(data[:200].decode("utf-8", "replace").split())
         raise ValueError(f"the server answered {response.status}: {told}")
-    return hint_of(data), usage_of(data), first
+    return heard_answer(data, b"").opening, usage_of(data), first
 
 
 def play(
