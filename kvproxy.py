@@ -1401,6 +1401,7 @@ CARRIED = frozenset(
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
+PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
@@ -1491,6 +1492,7 @@ class Stored(NamedTuple):
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
+    private: bool = False  # what was sent has more in it than what came
 
     def form(self) -> object:
         """What the server gets, so that two records can be compared."""
@@ -1766,31 +1768,32 @@ class Replay:
         Where several agree and would send different text, nothing is restored from there on.
         """
         now = Now.of(units)
-        depth = 0
-        found: list[tuple[int, Line, Record, bool]] = []
+        best = (0, 0)
+        found: list[tuple[tuple[int, int], Line, Record]] = []
         for at in range(len(units) - 1, 0, -1):
-            if at <= depth:
+            if at <= best[0]:
                 break
             if units[at].role != "assistant":
                 continue
             for line in self.lines.at(places[at - 1]):
                 record = line.record
                 if record is not None:
-                    reach, sure = reach_of(units, record, at, now)
-                    found.append((reach, line, record, sure))
-                    depth = max(depth, reach) if sure else depth
-        if not depth:
+                    reach = reach_of(units, record, at, now)
+                    found.append((reach, line, record))
+                    best = max(best, reach)
+        depth, evidence = best
+        rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
+        if not depth or evidence == 1:
             return Match()
-        best = [one for one in found if one[0] >= depth]
-        _, line, record, _ = next(one for one in best if one[3])
+        _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
-        for _, _, other, _ in best:
+        for _, _, other in rivals:
             for at in range(common):
                 mine, theirs = record.units[at], other.units[at]
                 if mine is not theirs and mine.form() != theirs.form():
                     common = at
                     break
-        return Match(common, record, line, common == depth) if common else Match()
+        return Match(common, record, line, common == depth and evidence == 2)
 
     def drop_moved(self, units: list[Unit], report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
@@ -1867,7 +1870,11 @@ class Replay:
             turns = tuple([storable(turn) for turn in unit.turns])
             carriers = tuple([storable(turn) for turn in unit.carriers])
         calls = old.calls if old else tuple(calls_of(unit.turns))
-        new = Stored(unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard)
+        private = old is not None and (old.private or old.whole != unit.whole)
+        private = private or not PERSONAL.isdisjoint(inserted)
+        new = Stored(
+            unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard, private
+        )
         return old if old is not None and old == new else new
 
     def overflowed(self, trace: Trace) -> None:
@@ -1907,25 +1914,33 @@ def newest_answer(units: list[Unit]) -> int:
     return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
 
 
-def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, bool]:
+def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, int]:
     """How many units of a request, of those before its answer at `at`, a record can restore; and
-    whether that is sure. It is not while nobody heard what the answer to the record was."""
-    sure = True
+    how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
+    heard what it was; 0, it is another one.
+
+    Units that came as they came before need no such evidence, unless what was sent is private.
+    """
+    evidence = 0
     if len(record.units) > at:
-        if not record.units[at].heard or record.units[at].words != units[at].words:
-            return 0, True
-    elif len(record.units) < at or not agrees(record, units[at]):
-        return 0, True
-    else:
-        sure = record.heard() is not UNREAD
-    heard = 0
+        if record.units[at].heard and record.units[at].words == units[at].words:
+            evidence = 2
+    elif len(record.units) == at:
+        evidence = agreement(record.heard(), record.prefill, units[at])
+    heard, end = 0, at
     for place, stored in enumerate(record.units[:at]):
         unit = units[place]
         if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
-            return heard, True  # a real edit; what is between it and the last answer is not sure
+            end = place
+            break
         if stored.heard:
             heard = place
-    return at, sure
+    if end == at and evidence:
+        return at, evidence
+    for place in range(heard, min(end, len(record.units))):
+        if record.units[place].private or record.units[place].whole != units[place].whole:
+            return place, 0
+    return end, 0
 
 
 def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
@@ -2102,24 +2117,27 @@ def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     return letters("\n".join(texts)), frozenset(calls)
 
 
-def agrees(record: Record, unit: Unit) -> bool:
-    """Whether an assistant's turn is the answer that the server gave to a record: the same calls,
-    or the same words; of a long answer, all that the client kept of its beginning or its end."""
-    answer = record.heard()
-    if answer is None or answer is ANY or answer is UNREAD:
-        return answer is not None
+def agreement(answer: Heard | None, prefill: str, unit: Unit) -> int:
+    """Whether an assistant's turn is the answer that the server gave: the same calls, or the same
+    words; of a long answer, all that the client kept of its beginning or its end. 2: yes, 0: no,
+    1: the answer could not be read."""
+    if answer is None:
+        return 0
+    if answer is ANY or answer is UNREAD:
+        return 2 if answer is ANY else 1
     said, calls = spoken(unit)
     if answer.calls or calls:
-        return calls == answer.calls or (not answer.complete and bool(calls & answer.calls))
-    opening = letters(record.prefill + answer.opening)
+        part = not answer.complete and bool(calls & answer.calls)
+        return 2 if calls == answer.calls or part else 0
+    opening = letters(prefill + answer.opening)
     if answer.complete and said == opening:
-        return bool(said)
+        return 2 if said else 0
     for heard in (opening, answer.closing):
         if min(len(heard), len(said)) >= LONG_ANSWER:
             longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
             if longer.startswith(shorter) or longer.endswith(shorter):
-                return True
-    return False
+                return 2
+    return 0
 
 
 class Piece(NamedTuple):
