@@ -1480,6 +1480,16 @@ class Unit:
 NOTHING: dict[str, str] = {}
 
 
+class FirstBlock(NamedTuple):
+    """A decoration of a conversation's first message, which clients rewrite there: its text as the
+    client has it `now`, and as it was `sent` there. What differs is set down elsewhere."""
+
+    label: str
+    kind: str
+    now: str
+    sent: str
+
+
 class Stored(NamedTuple):
     """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
     be restored later; where `turns` is None, the client's own are sent."""
@@ -1493,6 +1503,7 @@ class Stored(NamedTuple):
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
     private: bool = False  # what was sent has more in it than what came
+    first: tuple[FirstBlock, ...] = ()  # of the first message
 
     def form(self) -> object:
         """What the server gets, so that two records can be compared."""
@@ -1840,7 +1851,7 @@ class Replay:
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
-            stored = self.stored(unit, at >= newest or at == first, heard)
+            stored = self.stored(unit, at >= newest, at == first, heard)
             record.units.append(stored)
             size += 150 + 3 * sum([len(turn.json()) for turn in stored.turns or ()])
             size += 3 * sum([len(turn.json()) for turn in stored.carriers])
@@ -1854,9 +1865,10 @@ class Replay:
         elif match.line is not None:
             self.lines.drop(match.line)
 
-    def stored(self, unit: Unit, keep: bool, heard: bool) -> Stored:
-        """How a unit is recorded; `keep`: its turns may have to be restored, though unchanged."""
-        old = unit.stored
+    def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
+        """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
+        though unchanged: they may have to be restored."""
+        old, keep = unit.stored, new or first
         blocks = old.blocks if old else tuple(unit.blocks())
         inserted = old.inserted if old else unit.inserted
         turns: tuple[Turn, ...] | None = None
@@ -1872,10 +1884,11 @@ class Replay:
         calls = old.calls if old else tuple(calls_of(unit.turns))
         private = old is not None and (old.private or old.whole != unit.whole)
         private = private or not PERSONAL.isdisjoint(inserted)
-        new = Stored(
-            unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard, private
+        opens = tuple(first_blocks(unit, old)) if first else ()
+        record = Stored(
+            unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard, private, opens
         )
-        return old if old is not None and old == new else new
+        return old if old is not None and old == record else record
 
     def overflowed(self, trace: Trace) -> None:
         """The server said that the context is full: a fresh start, without restored text."""
@@ -1961,14 +1974,25 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
         moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
         return place < now.newest or moved
     kinds = [kind for kind, _ in blocks]
-    changed = [one[0] for one, two in zip(blocks, stored.blocks, strict=False) if one != two]
-    return (
-        place == now.first
-        and kinds == [kind for kind, _ in stored.blocks]
-        and REWRITABLE.issuperset(changed)
-        and not SPEAKERS.intersection(kinds)
-        and not now.speaker
-    )
+    same = kinds == [block.kind for block in stored.first]
+    pairs = zip(blocks, stored.first, strict=False)
+    changed = [kind for (kind, text), block in pairs if text != block.now]
+    hidden = not SPEAKERS.isdisjoint(kinds) or now.speaker
+    return place == now.first and same and REWRITABLE.issuperset(changed) and not hidden
+
+
+def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
+    """The decorations of the first message, with what was sent of each."""
+    blocks = unit.blocks()
+    known = stored.first if stored is not None else ()
+    if len(known) != len(blocks):  # some were taken out
+        by_text = {block.now: block for block in known}
+        new = [
+            by_text.get(text, FirstBlock(f"first {number}", kind, text, text))
+            for number, (kind, text) in enumerate(blocks)
+        ]
+        return new
+    return [block._replace(now=text) for block, (_, text) in zip(known, blocks, strict=True)]
 
 
 def restored_bytes(units: list[Unit]) -> int:
@@ -2041,13 +2065,11 @@ def settle_insertions(
         wanted = dict(lifted)
         standing: dict[str, str] = {}
         since: dict[str, int] = {}
-        if first < depth and (stored := units[first].stored) is not None:
-            for number, (was, now) in enumerate(
-                zip(stored.blocks, units[first].blocks(), strict=False)
-            ):
-                if was[0] == now[0] and now[0] in REWRITABLE:
-                    label = f"first {number}"
-                    standing[label], wanted[label], since[label] = was[1], now[1], first
+        if 0 < first < depth:
+            for block in first_blocks(units[first], units[first].stored):
+                if block.kind in REWRITABLE:
+                    wanted[block.label], standing[block.label] = block.now, block.sent
+                    since[block.label] = first
         for at in range(depth):
             stored = units[at].stored
             for label, text in stored.inserted.items() if stored else ():
