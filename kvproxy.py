@@ -563,6 +563,14 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     return View(body, dialect, head, [turn_of(item) for item in items])
 
 
+def goes_on_elsewhere(view: View) -> bool:
+    """Whether the server holds a part of the prompt: a stored response, or items by reference."""
+    stored = ("previous_response_id", "conversation")
+    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
+        return True
+    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+
+
 def guess_dialect(body: Json) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
     if "input" in body:
@@ -1128,16 +1136,34 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
+
+
+def pays(view: View) -> bool:
+    """Whether a request's front is long enough to care for."""
+    return bool(view.body.get("tools")) or system_size(view) >= LONG_PROMPT
+
+
+def system_size(view: View) -> int:
+    """Characters of system text in front of the first turn."""
+    return sum([len(turn.text()) for turn in view.system()])
+
+
+def long_or_known(text: str) -> bool:
+    """Whether a leading system message belongs to the front."""
+    return len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text) is not None
+
+
 def system_first(
     view: View, report: Report, stays: Callable[[Turn], bool] = lambda turn: False
 ) -> None:
     """One system text, at the front.
 
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
-    the beginning"). So leading ones are merged, and later ones become reminders in the user turns
-    beside them. Only the first one before any answer moves to the front, where every conversation
-    shares it, and only if such messages are known to stay: what is said for one turn may not change
-    the front. Messages with a name are examples and stay as they are.
+    the beginning"). So leading ones are merged, and so is the first one before any answer if it is
+    known to stay: at the front every conversation shares it. Later ones become reminders in the
+    user turns beside them; so do short leading ones behind a long prompt, because what is said for
+    one turn may not change the front. Messages with a name are examples and stay as they are.
     """
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
@@ -1146,16 +1172,23 @@ def system_first(
         return
     if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
         return  # a system message without text, or with more than text: an unknown shape
-    count = view.leading()
-    front = view.turns[:count]
-    turns = view.turns[count:]
-    for at, turn in enumerate(turns):
+    leading, worth = view.leading(), pays(view)
+    count = 1 if leading and not view.head else 0
+    front, turns = view.turns[:count], view.turns[count:leading]
+    for turn in list(turns):
+        if not worth or long_or_known(turn.text()):
+            front.append(turn)
+            turns.remove(turn)
+    for at, turn in enumerate(view.turns[leading:], leading):
         if turn.role in ("assistant", "tool"):
             break
         if turn.role == "system":
-            if KNOWN_TO_STAY.match(turn.text()) or stays(turn):
-                front = [*front, turns.pop(at)]
+            text = turn.text()
+            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
+                front.append(turn)
+                del view.turns[at]
             break
+    turns += view.turns[leading:]
     report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
@@ -1337,20 +1370,17 @@ def own_rows(patterns: Iterable[str]) -> tuple[Lift, ...]:
     return tuple(Lift("yours", ("",), re.compile(one, re.MULTILINE), one) for one in patterns)
 
 
-LIFT_FROM = 2000  # characters of a system prompt: less is read again in no time
-
-
 def lift(view: View, replay: Replay) -> list[Lifted]:
     """Cut volatile texts out of the system prompt, in place, and return them.
 
     Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
     """
-    system = view.system()
-    pays = bool(view.body.get("tools")) or sum([len(turn.text()) for turn in system]) >= LIFT_FROM
-    if not pays or not replay.rows or not any(replay.said(turn).speaks for turn in view.turns):
+    if not replay.rows or not pays(view):
+        return []
+    if not any(replay.said(turn).speaks for turn in view.turns):
         return []
     found: list[Lifted] = []
-    for turn in system:
+    for turn in view.system():
         cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
         if any(pieces for _, pieces in cut):
             turn = view.replace(turn, turn.own())
@@ -4447,6 +4477,9 @@ class Proxy:
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
         report.items = len(view.turns)
+        if scrubs and goes_on_elsewhere(view):
+            report.note = "it goes on from what the server has stored"
+            scrubs = replays = False
         if scrubs:
             self.scrubber.apply(view, report)
         client = self.client(exchange)
