@@ -1471,6 +1471,10 @@ class Said(NamedTuple):
     carrier: bool = False  # nothing but decorations
     speaks: bool = False  # somebody's words, before which lifted text can be set down
     opening: bytes = b""  # digest of the words, the same in every process
+    calls: tuple[Call, ...] = ()
+
+
+NOTHING: dict[str, str] = {}
 
 
 class Unit:
@@ -1481,23 +1485,31 @@ class Unit:
         "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
     )  # fmt: skip
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
-        self.turns: list[Turn] = []
+        self.turns = turns
+        self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.said: list[Said] = []  # of its turns, then of its carriers
-        self.words = self.whole = 0
-        self.inserted: dict[str, str] = {}  # what kvproxy set down in it, by label
+        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)
+        self.inserted = NOTHING  # what kvproxy set down in it, by label
         self.stored: Stored | None = None  # as it was sent before
         self.dropped = False  # a carrier of it is not sent
 
-    def close(self) -> None:
-        """Sum up what the turns say; the results of a batch say the same in any order."""
+    def add(self, turn: Turn, said: Said) -> None:
+        """Take in another turn or carrier. The results of a batch say the same in any order."""
+        (self.carriers if said.carrier else self.turns).append(turn)
+        self.said.append(said)
         words = [one.words for one in self.said if one.words and not one.carrier]
         if self.role == "tool":
             words.sort()
         self.words = hash((self.role, *words))
         self.whole = hash((self.role, *[one.whole for one in self.said]))
+
+    def calls(self) -> tuple[Call, ...]:
+        """Of tool calls, or of the results."""
+        if len(self.said) == 1:
+            return self.said[0].calls
+        return tuple([call for one in self.said for call in one.calls])
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1505,9 +1517,6 @@ class Unit:
 
     def speaks(self) -> bool:
         return any(one.speaks for one in self.said)
-
-
-NOTHING: dict[str, str] = {}
 
 
 class FirstBlock(NamedTuple):
@@ -1558,13 +1567,14 @@ ANY = Heard("*")  # a capture holds no answers: what the client says next was th
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "newest", "prefill", "tap", "units")
+    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "tap", "units")
 
     def __init__(self, conversation: str, newest: int, prefill: str) -> None:
         self.conversation = conversation
         self.newest = newest  # place of the answer before the newest user turn
         self.prefill = prefill  # letters with which the client began the answer itself
         self.units: list[Stored] = []
+        self.kept: list[int] = []  # places of those whose turns are kept
         self.answer: Heard | None = None  # none yet, or an error
         self.tap: Tap | None = None  # what has been relayed of an answer on its way
 
@@ -1700,10 +1710,15 @@ class Replay:
         if turn.role == "reasoning":
             return Said(0, 0)
         pieces = beside_texts(turn)
-        words, whole = [piece.words for piece in pieces], [piece.whole for piece in pieces]
+        words = [piece.words for piece in pieces]
+        whole = [piece.whole for piece in pieces]
         if turn.item is not None and turn.item.get("role") != "user":
             text = turn.text().strip()
-            return Said(hash((turn.role, text, *words)), hash((turn.role, text, *whole)))
+            return Said(
+                hash((turn.role, text, *words)),
+                hash((turn.role, text, *whole)),
+                calls=calls_of(turn),
+            )
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
@@ -1720,6 +1735,7 @@ class Replay:
             carrier,
             bool(text) or any(not piece.result for piece in pieces),
             digest(text),
+            calls_of(turn),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
@@ -1734,21 +1750,17 @@ class Replay:
 
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
-        units = [Unit("head")]
+        unit = Unit("head", [], [])
+        units = [unit]
         for turn in view.turns[view.leading() :]:
-            said, unit = self.said(turn), units[-1]
-            if said.carrier:
-                unit.carriers.append(turn)
-                unit.said.append(said)
-                continue
+            said = turn.said or self.said(turn)
             role = "assistant" if turn.role == "reasoning" else turn.role
-            if unit.role != role or role not in ("assistant", "tool") or unit.carriers:
-                unit = Unit(role)
+            joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
+            if joins or said.carrier:
+                unit.add(turn, said)
+            else:
+                unit = Unit(role, [turn], [said])
                 units.append(unit)
-            unit.turns.append(turn)
-            unit.said.append(said)
-        for unit in units:
-            unit.close()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
@@ -1788,7 +1800,8 @@ class Replay:
                 match = self.let_go(units, match)
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
-        depth, pending = settle_insertions(units, match.depth, dict(lifted))
+        kept = match.record.kept if match.record is not None else []
+        depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None
         report.replayed += sum([restore(unit) for unit in units[:depth]])
@@ -1876,15 +1889,20 @@ class Replay:
         newest = newest_answer(units[:end])
         first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
         record = Record(trace.conversation, newest, prefill)
-        size = 500
+        size = 500 + 150 * end
         for at, unit in enumerate(units[:end]):
+            old = unit.stored
+            if old is not None and old.turns is None and old.whole == unit.whole:
+                record.units.append(old)  # the usual case, in long histories
+                continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
             stored = self.stored(unit, at >= newest, at == first, heard)
             record.units.append(stored)
-            size += 150 + 3 * sum([len(turn.json()) for turn in stored.turns or ()])
-            size += 3 * sum([len(turn.json()) for turn in stored.carriers])
+            if stored.turns is not None:
+                record.kept.append(at)
+                size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
         trace.record = record
         trace.line = Line()
         if match.line is not None and match.record is not None:
@@ -1911,7 +1929,7 @@ class Replay:
         ):
             turns = tuple([storable(turn) for turn in unit.turns])
             carriers = tuple([storable(turn) for turn in unit.carriers])
-        calls = old.calls if old else tuple(calls_of(unit.turns))
+        calls = old.calls if old else unit.calls()
         private = old is not None and (old.private or old.whole != unit.whole)
         private = private or not PERSONAL.isdisjoint(inserted)
         opens = tuple(first_blocks(unit, old)) if first else ()
@@ -2006,9 +2024,20 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     kinds = [kind for kind, _ in blocks]
     same = kinds == [block.kind for block in stored.first]
     pairs = zip(blocks, stored.first, strict=False)
-    changed = [kind for (kind, text), block in pairs if text != block.now]
+    changed = [
+        kind if replaces(block.now, text) else ""
+        for (kind, text), block in pairs
+        if text != block.now
+    ]
     hidden = not SPEAKERS.isdisjoint(kinds) or now.speaker
     return place == now.first and same and REWRITABLE.issuperset(changed) and not hidden
+
+
+def replaces(before: str, after: str) -> bool:
+    """Whether a text has something in the place of each line that it has no more: then the old one
+    may stand before it. What was withdrawn may not."""
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    return sum((old - new).values()) <= sum((new - old).values())
 
 
 def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
@@ -2080,7 +2109,7 @@ def only_clock(before: str, after: str) -> bool:
 
 
 def settle_insertions(
-    units: list[Unit], depth: int, lifted: dict[str, str]
+    units: list[Unit], depth: int, kept: list[int], lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
     """What has to be set down in the newest user turn, by label, so that the newest value of each
     stands last; and how many of the `depth` units may be restored for that.
@@ -2088,6 +2117,7 @@ def settle_insertions(
     What the client no longer has must not stand on: the units from the one that holds it on go in
     the client's form. So does the newest user turn when answers stand behind it already (a tool
     loop) and something new has to be set down; only a clock time may wait for the next one.
+    `kept`: the places where something may have been set down.
     """
     target = target_of(units)
     first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
@@ -2100,8 +2130,8 @@ def settle_insertions(
                 if block.kind in REWRITABLE:
                     wanted[block.label], standing[block.label] = block.now, block.sent
                     since[block.label] = first
-        for at in range(depth):
-            stored = units[at].stored
+        for at in kept:
+            stored = units[at].stored if at < depth else None
             for label, text in stored.inserted.items() if stored else ():
                 standing[label] = text
                 since.setdefault(label, at)
@@ -2165,7 +2195,7 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
     texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in calls_of(unit.turns)]
+    calls = [plain(name) for name, _ in unit.calls()]
     return letters("\n".join(texts)), frozenset(calls)
 
 
@@ -2275,21 +2305,19 @@ def call_fields(item: Json) -> list[CallField]:
     return found
 
 
-def calls_of(turns: list[Turn]) -> list[Call]:
-    """(id, name) of the calls or results in some turns, in order."""
+def calls_of(turn: Turn) -> tuple[Call, ...]:
+    """(id, name) of the calls or results in a turn, in order."""
     calls = []
-    for turn in turns:
-        if turn.role in ("assistant", "tool", "user") and turn.item is not None:
-            for holder, key, named in call_fields(turn.item):
-                calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
-    return calls
+    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+        calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
+    return tuple(calls)
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order in which they were sent first; whether that
     changed anything."""
-    mine = calls_of(unit.turns)
-    if tuple(mine) == first:
+    mine = unit.calls()
+    if mine == first:
         return False
     spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
     if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
