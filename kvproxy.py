@@ -1432,6 +1432,7 @@ MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw 
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
+ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
@@ -1472,6 +1473,7 @@ class Said(NamedTuple):
     speaks: bool = False  # somebody's words, before which lifted text can be set down
     opening: bytes = b""  # digest of the words, the same in every process
     calls: tuple[Call, ...] = ()
+    size: int = 0  # characters of a user turn
 
 
 NOTHING: dict[str, str] = {}
@@ -1496,14 +1498,29 @@ class Unit:
         self.dropped = False  # a carrier of it is not sent
 
     def add(self, turn: Turn, said: Said) -> None:
-        """Take in another turn or carrier. The results of a batch say the same in any order."""
+        """Take in another turn, or a carrier."""
         (self.carriers if said.carrier else self.turns).append(turn)
         self.said.append(said)
+        self.sum_up()
+
+    def sum_up(self) -> None:
+        """What it says as a whole. The results of a batch say the same in any order."""
         words = [one.words for one in self.said if one.words and not one.carrier]
-        if self.role == "tool":
-            words.sort()
-        self.words = hash((self.role, *words))
-        self.whole = hash((self.role, *[one.whole for one in self.said]))
+        if len(words) > 1:
+            words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
+        self.words = words[0] if words else 0
+        whole = [one.whole for one in self.said]
+        self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+
+    def part(self) -> list[Unit]:
+        """Take its carriers away, as units of their own, in which somebody speaks."""
+        units = []
+        for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
+            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+            units.append(Unit("user", [turn], [said]))
+        self.carriers, self.said = [], self.said[: len(self.turns)]
+        self.sum_up()
+        return units
 
     def calls(self) -> tuple[Call, ...]:
         """Of tool calls, or of the results."""
@@ -1517,6 +1534,11 @@ class Unit:
 
     def speaks(self) -> bool:
         return any(one.speaks for one in self.said)
+
+    def by_user(self) -> bool:
+        """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
+        item = self.turns[0].item if self.turns else None
+        return self.role == "user" or (item is not None and item.get("role") == "user")
 
 
 class FirstBlock(NamedTuple):
@@ -1535,17 +1557,19 @@ class Stored(NamedTuple):
 
     words: int
     whole: int
-    blocks: tuple[Decoration, ...] = ()
+    blocks: tuple[Decoration, ...] = ()  # as they were sent
+    came: tuple[Decoration, ...] = ()  # as the client had them last
     turns: tuple[Turn, ...] | None = None
     carriers: tuple[Turn, ...] = ()
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
     private: bool = False  # what was sent has more in it than what came
+    size: int = 0  # characters of a user turn
     first: tuple[FirstBlock, ...] = ()  # of the first message
 
     def form(self) -> object:
-        """What the server gets, so that two records can be compared."""
+        """What is restored, so that two records can be compared."""
         turns = self.turns and [turn.json() for turn in self.turns]
         return turns, [turn.json() for turn in self.carriers], self.calls
 
@@ -1736,6 +1760,7 @@ class Replay:
             bool(text) or any(not piece.result for piece in pieces),
             digest(text),
             calls_of(turn),
+            len(plain),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
@@ -1752,9 +1777,14 @@ class Replay:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         unit = Unit("head", [], [])
         units = [unit]
-        for turn in view.turns[view.leading() :]:
+        for turn in [*view.turns[view.leading() :], None]:
+            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
+            if role == "assistant" and unit.carriers and unit.role in ("assistant", "head"):
+                units += unit.part()  # nothing but decorations was said and answered
+                unit = units[-1]
+            if turn is None:
+                break
             said = turn.said or self.said(turn)
-            role = "assistant" if turn.role == "reasoning" else turn.role
             joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
             if joins or said.carrier:
                 unit.add(turn, said)
@@ -1793,6 +1823,8 @@ class Replay:
             place = hash((place, unit.words))
             places.append(place)
         match = self.find(units, places)
+        while 0 < match.depth < len(units) and units[match.depth].role == "tool":
+            match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
@@ -1824,6 +1856,7 @@ class Replay:
         now = Now.of(units)
         best = (0, 0)
         found: list[tuple[tuple[int, int], Line, Record]] = []
+        edited: list[tuple[int, Line]] = []
         for at in range(len(units) - 1, 0, -1):
             if at <= best[0]:
                 break
@@ -1835,7 +1868,12 @@ class Replay:
                     reach = reach_of(units, record, at, now)
                     found.append((reach, line, record))
                     best = max(best, reach)
+                    if reach[0] < at and agreement(record, units[at], at) == 2:
+                        edited.append((at, line))
         depth, evidence = best
+        for at, line in edited:
+            if at > depth:  # the conversation goes on, and its client has changed that
+                self.lines.drop(line)
         rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
         if not depth or evidence == 1:
             return Match()
@@ -1917,24 +1955,37 @@ class Replay:
         """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
         though unchanged: they may have to be restored."""
         old, keep = unit.stored, new or first
-        blocks = old.blocks if old else tuple(unit.blocks())
+        came = tuple(unit.blocks())
+        blocks = old.blocks if old else came
+        size = sum([one.size for one in unit.said])
         inserted = old.inserted if old else unit.inserted
         turns: tuple[Turn, ...] | None = None
         carriers: tuple[Turn, ...] = ()
         if old is not None and old.turns is not None:
-            if keep or inserted or old.whole != unit.whole or old.blocks != tuple(unit.blocks()):
+            if keep or inserted or old.whole != unit.whole or old.blocks != came:
                 turns, carriers = old.turns, old.carriers
         elif old is None and (
-            inserted or unit.dropped or (keep and (unit.role == "user" or unit.carriers))
+            inserted or unit.dropped or (keep and (unit.by_user() or unit.carriers))
         ):
-            turns = tuple([storable(turn) for turn in unit.turns])
+            turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
             carriers = tuple([storable(turn) for turn in unit.carriers])
         calls = old.calls if old else unit.calls()
         private = old is not None and (old.private or old.whole != unit.whole)
         private = private or not PERSONAL.isdisjoint(inserted)
         opens = tuple(first_blocks(unit, old)) if first else ()
         record = Stored(
-            unit.words, unit.whole, blocks, turns, carriers, inserted, calls, heard, private, opens
+            unit.words,
+            unit.whole,
+            blocks,
+            came,
+            turns,
+            carriers,
+            inserted,
+            calls,
+            heard,
+            private,
+            size,
+            opens,
         )
         return old if old is not None and old == record else record
 
@@ -1951,6 +2002,7 @@ class Now(NamedTuple):
     first: int  # place of the first user turn
     moved: frozenset[str]  # kinds of carriers that stand behind the last answer
     speaker: bool  # the newest user turn tells who speaks
+    later: list[Unit]  # behind the first user turn
 
     @classmethod
     def of(cls, units: list[Unit]) -> Now:
@@ -1961,7 +2013,8 @@ class Now(NamedTuple):
         ]
         target = units[target_of(units)]
         speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
-        return cls(newest_answer(units), first, MOVED.intersection(moved), speaker)
+        moved_kinds = MOVED.intersection(moved)
+        return cls(newest_answer(units), first, moved_kinds, speaker, units[first + 1 :])
 
 
 def target_of(units: list[Unit]) -> int:
@@ -1980,14 +2033,10 @@ def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int,
     how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
     heard what it was; 0, it is another one.
 
-    Units that came as they came before need no such evidence, unless what was sent is private.
+    Units that came as they came before need no such evidence, unless what was sent is private, or
+    tells more than the time in a history so short that another one may be the same.
     """
-    evidence = 0
-    if len(record.units) > at:
-        if record.units[at].heard and record.units[at].words == units[at].words:
-            evidence = 2
-    elif len(record.units) == at:
-        evidence = agreement(record.heard(), record.prefill, units[at])
+    evidence = agreement(record, units[at], at)
     heard, end = 0, at
     for place, stored in enumerate(record.units[:at]):
         unit = units[place]
@@ -1998,8 +2047,12 @@ def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int,
             heard = place
     if end == at and evidence:
         return at, evidence
+    alike = sum([stored.size for stored in record.units[:heard]])
     for place in range(heard, min(end, len(record.units))):
-        if record.units[place].private or record.units[place].whole != units[place].whole:
+        stored = record.units[place]
+        alike += stored.size
+        told = alike < ALIKE and not all(map(is_time, stored.inserted.values()))
+        if stored.private or told or stored.whole != units[place].whole:
             return place, 0
     return end, 0
 
@@ -2013,7 +2066,7 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     blocks = unit.blocks()
     mine = collections.Counter([text for _, text in blocks])
     theirs = collections.Counter([text for _, text in stored.blocks])
-    if mine == theirs:
+    if mine in (theirs, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
     if mine <= theirs:
         if place < newest:
@@ -2022,36 +2075,46 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
         moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
         return place < now.newest or moved
     kinds = [kind for kind, _ in blocks]
-    same = kinds == [block.kind for block in stored.first]
-    pairs = zip(blocks, stored.first, strict=False)
-    changed = [
-        kind if replaces(block.now, text) else ""
-        for (kind, text), block in pairs
-        if text != block.now
-    ]
-    hidden = not SPEAKERS.isdisjoint(kinds) or now.speaker
-    return place == now.first and same and REWRITABLE.issuperset(changed) and not hidden
+    same = place == now.first and kinds == [block.kind for block in stored.first]
+    if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
+        return False
+    for (kind, text), block in zip(blocks, stored.first, strict=True):
+        if text != block.now and not (kind in REWRITABLE and replaces(block.now, text, now.later)):
+            return False
+    return True
 
 
-def replaces(before: str, after: str) -> bool:
-    """Whether a text has something in the place of each line that it has no more: then the old one
-    may stand before it. What was withdrawn may not."""
+def replaces(before: str, after: str, later: list[Unit]) -> bool:
+    """Whether a text can be set down behind an older one: it has something in the place of each
+    line that it has no more, since what was withdrawn may not stand on; and no `later` message says
+    something of the kind, which would then be older."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    return sum((old - new).values()) <= sum((new - old).values())
+    if sum((old - new).values()) > sum((new - old).values()):
+        return False
+    changed = labels_of([*(new - old), *(old - new)])
+    return changed.isdisjoint(labels_of([text for unit in later for _, text in unit.blocks()]))
+
+
+def labels_of(texts: Iterable[str]) -> set[str]:
+    """What the lines of some texts are about: what stands before a colon, else the whole line."""
+    lines = [line for text in texts for line in text.splitlines()]
+    return {line.partition(":")[0].strip() for line in lines} - {""}
 
 
 def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
     """The decorations of the first message, with what was sent of each."""
     blocks = unit.blocks()
     known = stored.first if stored is not None else ()
-    if len(known) != len(blocks):  # some were taken out
-        by_text = {block.now: block for block in known}
-        new = [
-            by_text.get(text, FirstBlock(f"first {number}", kind, text, text))
-            for number, (kind, text) in enumerate(blocks)
-        ]
-        return new
-    return [block._replace(now=text) for block, (_, text) in zip(known, blocks, strict=True)]
+    by_text = {block.now: block for block in known}
+    found = []
+    for number, (kind, text) in enumerate(blocks):
+        block = FirstBlock(f"first {number}", kind, text, text)
+        if text in by_text:
+            block = by_text[text]
+        elif len(known) == len(blocks):
+            block = known[number]._replace(now=text)
+        found.append(block)
+    return found
 
 
 def restored_bytes(units: list[Unit]) -> int:
@@ -2067,16 +2130,21 @@ def restored_bytes(units: list[Unit]) -> int:
 
 
 def restore(unit: Unit) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything."""
+    """Put a unit's stored form in its place; whether that changed anything.
+
+    Answers and results stay as the client has them now, but for ids, names and order.
+    """
     stored = unit.stored
     if stored is None:
         return False
+    changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
-        return bool(stored.calls) and respell(unit, stored.calls)
-    sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
+        return changed
+    turns = list(stored.turns) if unit.by_user() else unit.turns
+    sent, came = [*turns, *stored.carriers], unit.turns + unit.carriers
     if len(sent) == len(came) and all(map(same_turn, sent, came)):
-        return False
-    unit.turns, unit.carriers = list(stored.turns), list(stored.carriers)
+        return changed
+    unit.turns, unit.carriers = turns, list(stored.carriers)
     return True
 
 
@@ -2101,6 +2169,11 @@ def storable(turn: Turn) -> Turn:
 # --- lifted text ----------------------------------------------------------------------------------
 
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+
+
+def is_time(text: str) -> bool:
+    """Whether a lifted text is a line with a date or a clock."""
+    return len(text) < 120 and "\n" not in text and re.search(_CLOCK, text) is not None
 
 
 def only_clock(before: str, after: str) -> bool:
@@ -2153,7 +2226,8 @@ def settle_insertions(
 
 
 def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn."""
+    """Put texts in front of what is said in the newest user turn; in front of all of it where a
+    decoration of the turn says something of the kind, because that is newer."""
     unit = units[target_of(units)]
     unit.inserted = pending
     lifted = [text for label, text in pending.items() if not label.startswith("first ")]
@@ -2165,8 +2239,10 @@ def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
     if slots:
+        told = labels_of([block for _, block in unit.blocks()])
+        newer = not told.isdisjoint(labels_of(pending.values()))
         spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
-        slot = spoken[-1] if spoken else slots[0]
+        slot = slots[0] if newer or not spoken else spoken[-1]
         slot.set(text + "\n\n" + slot.get())
     else:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
@@ -2199,11 +2275,14 @@ def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     return letters("\n".join(texts)), frozenset(calls)
 
 
-def agreement(answer: Heard | None, prefill: str, unit: Unit) -> int:
-    """Whether an assistant's turn is the answer that the server gave: the same calls, or the same
-    words; of a long answer, all that the client kept of its beginning or its end. 2: yes, 0: no,
-    1: the answer could not be read."""
-    if answer is None:
+def agreement(record: Record, unit: Unit, at: int) -> int:
+    """Whether an assistant's turn is the answer that the server was heard to give when a record had
+    `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
+    beginning or its end. 2: yes, 0: no, 1: the answer could not be read."""
+    if len(record.units) > at:
+        return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
+    answer = record.heard()
+    if answer is None or len(record.units) < at:
         return 0
     if answer is ANY or answer is UNREAD:
         return 2 if answer is ANY else 1
@@ -2211,7 +2290,7 @@ def agreement(answer: Heard | None, prefill: str, unit: Unit) -> int:
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
-    opening = letters(prefill + answer.opening)
+    opening = letters(record.prefill + answer.opening)
     if answer.complete and said == opening:
         return 2 if said else 0
     for heard in (opening, answer.closing):
