@@ -1929,14 +1929,16 @@ class Replay:
         record = Record(trace.conversation, newest, prefill)
         size = 500 + 150 * end
         for at, unit in enumerate(units[:end]):
-            old = unit.stored
-            if old is not None and old.turns is None and old.whole == unit.whole:
-                record.units.append(old)  # the usual case, in long histories
-                continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
-            stored = self.stored(unit, at >= newest, at == first, heard)
+            old = unit.stored
+            if old is None or old.whole != unit.whole:
+                stored = self.stored(unit, at >= newest, at == first, heard)
+            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
+                stored = old  # the usual case, in long histories
+            else:
+                stored = old._replace(turns=None, carriers=())  # once history, it is settled
             record.units.append(stored)
             if stored.turns is not None:
                 record.kept.append(at)
@@ -1954,40 +1956,30 @@ class Replay:
     def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
         """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
         though unchanged: they may have to be restored."""
-        old, keep = unit.stored, new or first
-        came = tuple(unit.blocks())
-        blocks = old.blocks if old else came
-        size = sum([one.size for one in unit.said])
-        inserted = old.inserted if old else unit.inserted
+        old, came = unit.stored, tuple(unit.blocks())
+        restorable = unit.by_user() or bool(unit.carriers)
         turns: tuple[Turn, ...] | None = None
         carriers: tuple[Turn, ...] = ()
-        if old is not None and old.turns is not None:
-            if keep or inserted or old.whole != unit.whole or old.blocks != came:
-                turns, carriers = old.turns, old.carriers
-        elif old is None and (
-            inserted or unit.dropped or (keep and (unit.by_user() or unit.carriers))
-        ):
+        if old is not None:
+            turns, carriers = old.turns, old.carriers
+        elif unit.inserted or unit.dropped or (restorable and (new or first or came)):
             turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
             carriers = tuple([storable(turn) for turn in unit.carriers])
-        calls = old.calls if old else unit.calls()
-        private = old is not None and (old.private or old.whole != unit.whole)
-        private = private or not PERSONAL.isdisjoint(inserted)
-        opens = tuple(first_blocks(unit, old)) if first else ()
-        record = Stored(
-            unit.words,
-            unit.whole,
-            blocks,
-            came,
-            turns,
-            carriers,
-            inserted,
-            calls,
-            heard,
-            private,
-            size,
-            opens,
+        inserted = old.inserted if old else unit.inserted
+        return Stored(
+            words=unit.words,
+            whole=unit.whole,
+            blocks=old.blocks if old else came,
+            came=came,
+            turns=turns,
+            carriers=carriers,
+            inserted=inserted,
+            calls=old.calls if old else unit.calls(),
+            heard=heard,
+            private=old is not None or not PERSONAL.isdisjoint(inserted),
+            size=sum([one.size for one in unit.said]),
+            first=tuple(first_blocks(unit, old)) if first else (),
         )
-        return old if old is not None and old == record else record
 
     def overflowed(self, trace: Trace) -> None:
         """The server said that the context is full: a fresh start, without restored text."""
