@@ -1560,7 +1560,7 @@ LIFTS = (
     inbound_member("flags"),
     git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
                  "`# gitStatus` in a user reminder, git advice in tool descriptions",
-                 status=r"Status: ?[^\n]*(?:\n[^\n<][^\n]*)*"),
+                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
           rf"(?:Current time is {_CLOCK}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
