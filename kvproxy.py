@@ -118,12 +118,14 @@ class Config:
         True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
     )
     strip_message_ids: str = setting(
-        "1",
-        "drop per-message ids from OpenClaw's metadata; system: in system prompts only",
+        "system",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
         choices=("0", "1", "system"),
     )
-    strip_timestamps: bool = setting(
-        True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts"
+    strip_timestamps: str = setting(
+        "auto",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        choices=("auto", "0", "1"),
     )
     strip_billing: bool = setting(
         True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
@@ -797,6 +799,12 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
+    def count(self, counts: list[tuple[str, int]]) -> bool:
+        """Add numbers to fields; whether there were any."""
+        for name, number in counts:
+            setattr(self, name, getattr(self, name) + number)
+        return bool(counts)
+
     def edits(self) -> int:
         return (
             self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
@@ -809,7 +817,41 @@ class Report:
 # out
 # ==================================================================================================
 
-# --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below wor
+LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
+    "turns": 8000,
+    "texts in a turn": 500,
+    "tools": 2000,
+    "decorations of a text": 256,
+}
+
+
+def check_limit(what: str, count: int) -> None:
+    """Raise Unreadable if there are more than LIMITS allows."""
+    if count > LIMITS[what]:
+        raise Unreadable(f"too many {what}")
+
+
+def check_limits(view: View) -> None:
+    """Raises Unreadable."""
+    check_limit("turns", len(view.turns))
+    check_limit("tools", len(listed(view.body.get("tools"))))
+    for turn in view.all():
+        check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+
+
+Span = tuple[int, int]  # from the first character to the one behind the last
+
+
+def without(text: str, spans: list[Span]) -> str:
+    """A text without some parts of it; those may overlap."""
+    kept, at = [], 0
+    for start, end in sorted(spans):
+        kept.append(text[at:start])
+        at = max(at, end)
+    return "".join([*kept, text[at:]])
+
+
+# --- decorations: what OpenClaw and others put in front of a user text, and behind it --------------
 
 _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
@@ -819,177 +861,208 @@ _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
-_EVENT = r"System(?: \(untrusted\))?:"
+# [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
+# without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
+# with the message, and never vary.
+_STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
 _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_EVENT = r"System(?: \(untrusted\))?:"
+_INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 
-LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
-    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-    # without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
-    # with the message, and never vary.
-    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
-    ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
-    (
-        "context",
-        r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)",
-    ),
-    ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
-    ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
-    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)"),
-    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
-    ("reminder", r"<system-reminder>.*?</system-reminder>"),
-    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
-    ("reply", r"\[Replying to .*?\[/Replying\]"),
-    (
-        "line",
-        r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)",
-    ),
-)
-LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
-TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the first whose ending fits
+LEADS = tuple(  # (kind, how it begins, how it ends; nothing: where the beginning does)
+    (kind, opening, re.compile(ending))
+    for kind, opening, ending in (
+        ("stamp", _STAMP, ""),
+        ("block", rf"{_LABEL} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
+        ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])", r"\n(?:\n|\Z)"),
+        ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
+        ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*", ""),
+        ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
+        ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
+        ("reminder", "<system-reminder>", "</system-reminder>"),
+        ("environment", "<environment_context>", "</environment_context>"),
+        ("environment", "<environment_details>", "</environment_details>"),
+        ("reply", r"\[Replying to ", r"\[/Replying\]"),
+        ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
+        ("line", r"Delivery: [^\n]*", ""),
+    )
+)  # fmt: skip
+LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
+TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
 TAIL_LINE = re.compile(
-    r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| "
+    r"\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]\Z|Runtime: agent=[^\n]* \| "
 )
 
 
-def lead(text: str) -> list[re.Match[str]]:
-    """The decorations at the start of a user text, in order; a match's group names are the kinds of
-    LEADS.
+class Lead(NamedTuple):
+    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
+    `inner` is where its content begins."""
+
+    kind: str
+    start: int
+    inner: int
+    end: int
+
+
+def lead(text: str) -> list[Lead]:
+    """The decorations at the start of a user text, in order. Raises Unreadable.
 
     At most one stamp counts: a second one was typed by the person.
     """
-    found: list[re.Match[str]] = []
+    found: list[Lead] = []
+    stamped = False
     at = len(text) - len(text.lstrip())
-    while match := LEAD.match(text, at):
-        if match["stamp"] is not None and any(one["stamp"] is not None for one in found):
+    while opening := LEAD.match(text, at):
+        kind, _, ending = LEADS[(opening.lastindex or 0) - 1]
+        closing = ending.search(text, opening.end())
+        if closing is None or (stamped and kind == "stamp"):
             break
-        found.append(match)
-        at = match.end()
-        while text.startswith("\n", at):
-            at += 1
+        stamped = stamped or kind == "stamp"
+        end = closing.end()
+        while text.startswith("\n", end):
+            end += 1
+        found.append(Lead(kind, at, opening.end(), end))
+        check_limit("decorations of a text", len(found))
+        at = end
     return found
 
 
 def only_lead(text: str) -> bool:
     """Whether a part of a user turn holds decorations alone, so that the next part begins what the
     person wrote."""
-    spans = lead(text)
-    return not text[spans[-1].end() if spans else 0 :].strip()
+    found = lead(text)
+    return not text[found[-1].end if found else 0 :].strip()
 
 
-# --- JSON members taken out without touching the layout of what stays -----------------------------
+# --- JSON members, found without parsing: the layout of what stays is kept -------------------------
 
 ID_KEYS = frozenset(
     ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
 )
-# In the system prompt these vary from turn to turn as well: who speaks in a group, and what was
-# mentioned.
-INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+# What is no string and no bracket passes if it looks like numbers, words, commas and colons: it is
+# enough to know where a value ends.
+JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
+JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
+JSON_COMMA = re.compile(r"\s*(,\s*)?")
+CLOSING = {"{": "}", "[": "]"}
 
 
-def nested(levels: int) -> str:
-    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks
-    like numbers, words, commas and colons: it is enough to know where the value ends."""
-    inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
-    return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
+def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
+    """Where the JSON object or array at text[start] ends, and its members of those names, at any
+    depth. (-1, []) where no such value stands."""
+    quoted = {f'"{name}"' for name in names}
+    found: list[Span] = []
+    open_brackets: list[str] = []
+    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
+    at = start
+    while token := JSON_TOKEN.match(text, at):
+        word, at = token[1], token.end()
+        if word in CLOSING:
+            open_brackets.append(CLOSING[word])
+        elif not open_brackets:
+            break
+        elif word in "}]":
+            if open_brackets.pop() != word:
+                break
+            if member >= 0 and len(open_brackets) == outside:
+                found.append((member, at))
+                member = -1
+            if not open_brackets:
+                return at, found
+        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
+            if text.startswith(("{", "["), value.end()):
+                member, outside = token.start(1), len(open_brackets)
+            else:
+                found.append((token.start(1), value.end()))
+            at = value.end()
+    return -1, []
 
 
-def member_of(keys: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the members of those names, with the comma behind. In JSON, no string holds
-    such bare quotes."""
-    names = "|".join(sorted(keys))
-    return re.compile(
-        rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?'
-    )
+def with_commas(text: str, members: list[Span]) -> list[Span]:
+    """What has to go with these members of a JSON value, so that no comma dangles."""
+    spans: list[Span] = []
+    for start, end in members:
+        comma = JSON_COMMA.match(text, end)
+        assert comma is not None  # it matches nothing, too
+        if comma[1]:
+            spans.append((start, comma.end()))
+            continue
+        # the last one of its object: the comma before it goes
+        while spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        while text[start - 1].isspace():
+            start -= 1
+        if text[start - 1] == ",":
+            start -= 1
+        spans.append((start, comma.end() if text[start - 1] == "{" else end))
+    return spans
 
 
-NESTED = re.compile(nested(8))  # clients write three levels at most
-ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
+# --- OpenClaw's inbound object ---------------------------------------------------------------------
 
-
-def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
-    """Take the members that `member` matches, at any depth, out of the JSON object or array at
-    text[start].
-
-    Returns (new value, end of the old value, members removed). The layout of what stays is kept,
-    and no comma dangles. Where no such value ends, that is ("", start, 0)."""
-    value = NESTED.match(text, start)
-    if value is None:
-        return "", start, 0
-    kept, at, removed = "", start, 0
-    for match in member.finditer(text, start, value.end()):
-        kept += text[at : match.start()]
-        at = match.end()
-        removed += 1
-        if not match["comma"]:  # the last member: the comma before it goes
-            kept = kept.rstrip().removesuffix(",")
-            at = match.end() if kept.endswith("{") else match.start("space")
-    return kept + text[at : value.end()], value.end(), removed
-
-
-# --- the rules' functions: a text and the decorations at its start in, cuts out -------------------
-
-
-class Cut(NamedTuple):
-    """text[start:end] becomes `put`, which has `removed` things less."""
-
-    start: int
-    end: int
-    put: str
-    removed: int
-
-
-Lead = list[re.Match[str]]
 INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
+BRACKET = re.compile(
+    rf"{_STRING[:-1]}(?:\"|$)|[{{}}\[\]]", re.MULTILINE
+)  # a string ends with its line
 
 
-def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
-    """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
-    done = 0
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 16):  # clients write one
-        start = mark.start()
-        for _attempt in range(
-            32
-        ):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
-            start = text.rfind("{", done, start)
-            if start < 0:
-                break
-            value, end, count = drop_members(text, start, INBOUND_MEMBER)
-            if end > mark.start():
-                done = end
-                if count:
-                    yield Cut(start, end, value, count)
-                break
+def inbound_objects(text: str) -> Iterator[int]:
+    """Where the openclaw.inbound_meta JSON objects of a system prompt begin; clients write one."""
+    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
+        room = max(0, mark.start() - INBOUND_ROOM)
+        open_brackets: list[re.Match[str]] = []
+        # No JSON string holds a line break, so from the start of a line on quotes come in pairs.
+        line = text.find("\n", room, mark.start()) + 1 if room else 0
+        for bracket in BRACKET.finditer(text, max(line, room), mark.start()):
+            if bracket[0] in CLOSING:
+                open_brackets.append(bracket)
+            elif bracket[0] in "}]" and open_brackets:
+                open_brackets.pop()
+        if open_brackets:
+            yield open_brackets[-1].start()
 
 
-# A line that closes a text stays: clients store it with the message, it never varies, and tools to
-# react or edit need it.
-ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*",
-    re.MULTILINE,
-)
+# --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
+
+Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
 
-def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
-    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...]
-    lines."""
-    for start, end in [match.span("json") for match in spans if match["json"]]:
-        value, stop, count = drop_members(text, start, ID_MEMBER)
-        if stop == end and count:
-            yield Cut(start, end, value, count)
-    for line in ID_LINE.finditer(text):
-        yield Cut(*line.span(), "", 1)
+def cut_inbound(text: str, _: list[Lead]) -> Cuts:
+    """The ids in OpenClaw's inbound object in a system prompt."""
+    members = []
+    for start in inbound_objects(text):
+        members += json_members(text, start, ID_KEYS)[1]
+    return with_commas(text, members), len(members)
 
 
-def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks."""
-    for match in spans:
-        if match["stamp"] is not None:
-            yield Cut(*match.span(), "", 1)
+def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
+    """The ids in the labelled JSON blocks at the start of a user text."""
+    members = []
+    for block in leads:
+        end, found = json_members(text, block.inner, ID_KEYS) if block.kind == "block" else (-1, [])
+        if text.startswith("\n```", end) and end < block.end:
+            members += found
+    return with_commas(text, members), len(members)
+
+
+STAMP = re.compile(_STAMP)
+
+
+def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
+    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
+    a log."""
+    for one in leads:
+        if one.kind == "stamp":
+            line = text.find("\n", one.inner) + 1
+            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
+            return ([], 0) if log else ([(one.start, one.inner)], 1)
+    return [], 0
 
 
 BILLING = re.compile(
@@ -997,10 +1070,10 @@ BILLING = re.compile(
 )
 
 
-def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
+def cut_billing(text: str, _: list[Lead]) -> Cuts:
     """Claude Code's attribution, at the very start."""
-    if match := BILLING.match(text):
-        yield Cut(*match.span(), "", 1)
+    match = BILLING.match(text)
+    return ([match.span()], 1) if match else ([], 0)
 
 
 class Rule(NamedTuple):
@@ -1009,7 +1082,7 @@ class Rule(NamedTuple):
     on: Callable[[Config], bool]
     role: str  # whose texts it looks at
     first: bool  # only the first text of that role
-    cuts: Callable[[str, Lead], Iterator[Cut]]
+    cuts: Callable[[str, list[Lead]], Cuts]
     counter: str  # the field of Report that counts its removals
     markers: tuple[str, ...]  # one of them must be in the text before any work is done
 
@@ -1020,20 +1093,39 @@ RULES = (
         lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
         ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
-    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a
-    # conversation
+    # ids in OpenClaw's inbound object; spares who speaks and the flags, which are lifted, and what
+    # is stable in a conversation
     Rule(
         lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
         ("openclaw.inbound_meta.",),
     ),
-    # ids in user texts; spares JSON without OpenClaw's label, ids in running text
+    # ids in the blocks at the start of user texts; spares JSON without OpenClaw's label, ids in
+    # running text, and lines with an id, which clients store with the message
     Rule(
-        lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
-        ("message_id", "reply_to_id", "message_sid", "slack message id"),
+        lambda c: c.strip_message_ids == "1", "user", True, cut_block_ids, "msg_ids_removed",
+        tuple(ID_KEYS),
     ),
-    # the time stamp; spares a stamp later in the text, a second stamp, other date forms
-    Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
+# The time stamp, in OpenClaw's requests only; spares a stamp later in the text, two in a row, other
+# date forms.
+STAMP_RULE = Rule(
+    lambda c: c.strip_timestamps == "1" or (c.strip_timestamps == "auto" and not c.replay),
+    "user", True, cut_stamp, "ts_removed", (" 202", " 203"),
+)  # fmt: skip
+OPENCLAW = re.compile(
+    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
+    re.MULTILINE,
+)
+
+
+def from_openclaw(view: View) -> bool:
+    """Whether a request is OpenClaw's: its system prompt has a shape that only OpenClaw writes, or a
+    user text begins with one."""
+    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
+        return True
+    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
+    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
 
 
 class Scrubber:
@@ -1042,11 +1134,14 @@ class Scrubber:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rules = [rule for rule in RULES if rule.on(config)]
+        self.stamps = [STAMP_RULE] if STAMP_RULE.on(config) else []
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place, then put the system text first."""
+        """Run the table over a view, in place, then put the system text first. Raises Unreadable
+        for a body beyond LIMITS."""
         report.items = len(view.turns)
+        check_limits(view)
         seen_system = False
         for turn in view.all():
             if turn.role not in ("system", "user"):
@@ -1054,24 +1149,23 @@ class Scrubber:
             if turn.counts is None:
                 turn.counts = self.edit(turn, not seen_system)
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            for counter, count in turn.counts:
-                setattr(report, counter, getattr(report, counter) + count)
-            report.items_modified += bool(turn.counts)
+            report.items_modified += report.count(turn.counts)
+        if self.stamps and from_openclaw(view):
+            self.drop_stamps(view, report)
         if report.billing_removed:
-            drop_empty_first(view)
+            drop_empty(
+                view, next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+            )
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
         one."""
-        counts, slots, user = [], turn.slots(), turn.role == "user"
-        first = first or user
-        for slot in slots:
-            before = slot.get()
-            text, removed = self.cut(before, turn.role, first)
-            if text != before:
+        counts = self.edit_texts(turn, first, self.rules)
+        for slot in turn.slots() if self.patterns else ():
+            text, removed = self.cut_own(slot.get())
+            if removed:
                 slot.set(text)
-            counts += removed
-            first = first and user and slot is not slots[-1] and only_lead(before)
+                counts.append(("regex_removed", removed))
         if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
             for key in (
                 ID_KEYS & turn.item.keys()
@@ -1081,24 +1175,47 @@ class Scrubber:
                 counts.append(("msg_ids_removed", 1))
         return counts
 
-    def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
-        """The text after all rules, and what to count."""
-        due = [
-            rule for rule in self.rules
-            if rule.role == role and (first or not rule.first) and any(marker in text for marker in rule.markers)
-        ]  # fmt: skip
-        spans = lead(text) if due and role == "user" and first else []
-        found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
-        for cut, _ in sorted(
-            found, reverse=True
-        ):  # they do not overlap: no line of its own stands inside valid JSON
-            text = text[: cut.start] + cut.put + text[cut.end :]
-        counts = [(counter, cut.removed) for cut, counter in found]
+    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
+        """Run some rules over a turn's texts, in place; what to count."""
+        counts = []
+        user = turn.role == "user"
+        rules = [rule for rule in rules if rule.role == turn.role]
+        for slot in turn.slots() if rules else ():
+            text, spans = slot.get(), []
+            due = [
+                rule for rule in rules
+                if (first or user or not rule.first) and any(marker in text for marker in rule.markers)
+            ]  # fmt: skip
+            leads = lead(text) if due and user else []
+            for rule in due:
+                found, removed = rule.cuts(text, leads)
+                if removed:
+                    spans += found
+                    counts.append((rule.counter, removed))
+            if spans:
+                slot.set(without(text, spans))
+            first = False
+            if user and not only_lead(text):
+                break  # what follows the person's words was pasted or attached
+        return counts
+
+    def cut_own(self, text: str) -> tuple[str, int]:
+        """A text without what the user's patterns match, and how many matches they had."""
+        removed = 0
         for pattern in self.patterns:
             if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
                 text = pattern.sub("", text)
-                counts.append(("regex_removed", matches))
-        return text, counts
+                removed += matches
+        return text, removed
+
+    def drop_stamps(self, view: View, report: Report) -> None:
+        for index, turn in enumerate(view.turns):
+            if turn.role == "user":
+                changed = turn.own()
+                if counts := self.edit_texts(changed, True, self.stamps):
+                    view.turns[index] = changed
+                    report.count(counts)
+                    report.items_modified += not turn.counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1108,14 +1225,22 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
     memo[key] = value
 
 
-def drop_empty_first(view: View) -> None:
-    """Take out a first system block or message that the billing rule left empty."""
-    turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-    content, slot = turn.holder.get(turn.key), turn.slots()[0]
-    if slot.get():
+def drop_empty(view: View, turn: Turn) -> None:
+    """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
+    nothing else is in it."""
+
+    def is_empty(part: Any) -> bool:
+        text = part
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+            text = part.get("text")
+        return isinstance(text, str) and not text.strip()
+
+    content = turn.holder.get(turn.key)
+    parts = content if isinstance(content, list) else [content]
+    kept = [part for part in parts if not is_empty(part)]
+    if len(kept) == len(parts):
         return
-    if isinstance(content, list) and len(content) > 1:
-        kept = [part for part in content if part is not slot.holder and part != ""]
+    if kept:
         view.replace(turn, turn.own()).refit(kept)
     elif turn.item is None:
         del turn.holder[turn.key]
@@ -1273,7 +1398,10 @@ def scrub(
     if view is None:
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
-        Scrubber(config).apply(view, report)
+        try:
+            Scrubber(config).apply(view, report)
+        except Unreadable as error:
+            return payload, Report(note=str(error))
         if config.system_first:
             system_first(view, report)
         view.store()
@@ -1286,88 +1414,215 @@ def scrub(
 # ==================================================================================================
 
 
+class Piece(NamedTuple):
+    """What one row found in a system text: where it stands, and what it says."""
+
+    spans: list[Span]
+    text: str
+
+
 class Lift(NamedTuple):
-    """A shape that a client writes into its system prompt, at the start of a line, and what it must
-    not match."""
+    """Something that a client writes into its system prompt and that varies.
 
-    client: str
-    markers: tuple[str, ...]  # one must be in the text before the pattern is tried
-    pattern: re.Pattern[str]
-    spares: str
+    A row counts only where it finds one piece outside of fences, or one that fills its fence: a
+    second one is an example, or a text about the first."""
 
-    def find(self, text: str) -> list[re.Match[str]]:
-        if not any(marker in text for marker in self.markers):
-            return []
-        return [match for match in self.pattern.finditer(text) if match.group().strip()]
+    label: str  # a short name that stays the same: who writes it, and what it is
+    marker: str  # must be in the text before anything is looked for
+    find: Callable[[str], Iterable[Piece]]
+    spares: str = ""  # what it must not find
+    fenced: bool = False  # counts inside of fences, too
 
 
-_DATE = r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
-_COMMITS = r"(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))+"
+# 2026-12-01; Tue Dec 01 2026; Tuesday, December 1, 2026; December 1, 2026; 12/1/2026
+_DATE = (
+    r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
+    r"|\d{1,2}/\d{1,2}/\d{4})"
+)
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
+_ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
+_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_CLOCK})?|{_CLOCK}){_ZONE}{{0,2}}\.?"
 
 
-def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
-    return Lift(client, tuple(markers.split("|")), re.compile(pattern, re.MULTILINE), spares)
+def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
+    """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
+    compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
+
+    def find(text: str) -> Iterator[Piece]:
+        at = 0
+        while (at := text.find(marker, at)) >= 0:
+            match = compiled.match(text, text.rfind("\n", 0, at) + 1)
+            if match:
+                yield Piece([match.span()], match.group().strip())
+            at = match.end() if match else text.find("\n", at) + 1 or len(text)
+
+    return Lift(label, marker, find, spares)
+
+
+def inbound_member(name: str) -> Lift:
+    """A row for a member of OpenClaw's inbound object."""
+
+    def find(text: str) -> Iterator[Piece]:
+        for start in inbound_objects(text):
+            for found in json_members(text, start, (name,))[1]:
+                yield Piece(with_commas(text, [found]), text[slice(*found)])
+
+    spares = "a member of that name in other JSON"
+    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, spares, fenced=True)
+
+
+_FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
+GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand between them
+    "title": r"gitStatus: [^\n]*",
+    "branch": r"(?:- )?Current branch: [^\n]*",
+    "short branch": r"- Branch: [^\n]*",
+    "main": r"(?:- )?Main branch [^\n]*",
+    "user": r"Git user: [^\n]*",
+    "status": rf"(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*",
+    "commits": r"(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+",
+}
+
+
+def git_snapshot(
+    label: str, marker: str, first: str, needed: set[str], spares: str, **other: str
+) -> Lift:
+    """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
+    `other` are parts that this client writes in another way."""
+    parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
+    begins = "|".join(parts[name].pattern for name in first.split(", "))
+    begin = re.compile(rf"^(?={begins})", re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        end = 0
+        while opening := begin.search(text, end):
+            start = at = opening.start()
+            left = dict(parts)
+            while name := next((name for name in left if left[name].match(text, at)), ""):
+                part = left.pop(name).match(text, at)
+                assert part is not None
+                end = at = part.end()
+                while text.startswith("\n", at):
+                    at += 1
+            if needed.isdisjoint(left):
+                yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
+
+    return Lift(label, marker, find, spares)
 
 
 LIFTS = (
-    _lift("OpenClaw", "Current date: ", rf"^Current date: {_DATE}(?:\n|\Z)", "`Current date` inside a sentence"),
-    _lift("OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
+    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}",
+          "`Current date` inside a sentence"),
+    lines("OpenClaw: runtime", "| sessionId=",
+          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
           "the runtime line without a session id, which is stable"),
-    _lift("OpenClaw 9.6", "sessions_list",
-          r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+    lines("OpenClaw: sessions", " Sessions\n",
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
           "the same words without a list of sessions"),
-    _lift("Claude Code to 2.1.2xx", "gitStatus: ",
-          rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
-          rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
-          "`# gitStatus` in a user reminder, git advice in tool descriptions"),
-    _lift("Claude Code, Vibe, Home Assistant", "oday's date is ",
-          rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?"
-          rf"Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
+    inbound_member("sender_id"),
+    inbound_member("flags"),
+    git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
+                 "`# gitStatus` in a user reminder, git advice in tool descriptions",
+                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
+    lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
+          rf"(?:Current time is {_CLOCK}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
-    _lift("opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
-          "`Today's date:` without a date behind it"),
-    _lift("Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
+    lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
+          rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
+    lines("Qwen Code: git status", "Current branch: ", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
           "`git:` in running text or advice on commands"),
-    _lift("Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
+    lines("Continue: git status", "gitStatus",
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>',
           "other <context> blocks: rules and project files are stable"),
-    _lift("Vibe, hermes", "Recent commits:",
-          rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?"
-          rf"(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} [^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
-          "`Recent commits` without commit lines"),
-    _lift("hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
-          "`Conversation started` without a date"),
-    _lift("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
-          r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
-          "the tag in the middle of a line"),
-    _lift("Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
+    git_snapshot("Vibe, hermes: git status", "Recent commits:",
+                 "branch, short branch, main, status, commits", {"commits"},
+                 "`Recent commits` without commit lines"),
+    git_snapshot("Crush: git status", "Current branch: ", "branch", {"branch", "status"},
+                 "a branch without a status"),
+    lines("hermes: Conversation started", "Conversation started: ",
+          rf"Conversation started: {_MOMENT}", "`Conversation started` without a date"),
+    lines("OpenHands: current time", "<CURRENT_DATETIME>",
+          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>", "the tag in the middle of a line"),
+    lines("AnythingLLM, goose: current time", "<current",
+          r"<(current-time|current_datetime|current_time)>[^<]{0,200}</\1>", "the tag in the middle of a line"),
+    lines("Copilot CLI: session", "Session ",
+          r"Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
           "paths without a session's uuid: working directories are stable"),
-    _lift("Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-          rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
-          r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
-          "a longer sentence that only mentions the current date"),
+    *(
+        lines(f"Open WebUI, goose: Current {name}", "urrent ",
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", "a longer sentence that only mentions it")
+        for name in ("date", "time", "date and time", "datetime")
+    ),
 )  # fmt: skip
 
 
-Lifted = tuple[str, str]  # label, and a text taken out of the system prompt
+def own_lift(pattern: str) -> Lift:
+    """The row of a LIFT_REGEX: the lines that its matches touch are one piece."""
+    compiled = re.compile(pattern, re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        spans: list[Span] = []
+        done = 0  # all up to here is in `spans`, or not touched
+        for match in compiled.finditer(text):
+            if match.group() and match.end() > done:
+                start = text.rfind("\n", done, max(done, match.start())) + 1 or done
+                done = text.find("\n", match.end() - 1) + 1 or len(text)
+                spans.append((start, done))
+        if found := "".join(text[start:end] for start, end in spans).strip():
+            yield Piece(spans, found)
+
+    return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
+
+
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
+
+
+def fences(text: str) -> list[Span]:
+    """The insides of a text's fenced blocks. One that is never closed is none: most likely its
+    opening is the end of one that held another."""
+    found: list[Span] = []
+    opening: re.Match[str] | None = None
+    for fence in FENCE.finditer(text):
+        mark, more = fence.groups()
+        if opening is None:
+            if "`" not in more:  # else it is code inside of a line
+                opening = fence
+        elif mark.startswith(opening[1]) and not more.strip():
+            found.append((opening.end(), fence.start()))
+            opening = None
+    return found
+
+
+def counting(text: str, pieces: list[Piece]) -> list[Piece]:
+    """Those pieces that do not stand in a fence together with other text."""
+    inside = fences(text) if pieces and ("```" in text or "~~~" in text) else []
+    found, index = [], 0
+    for piece in pieces:
+        start, end = piece.spans[0]
+        while index < len(inside) and inside[index][1] <= start:
+            index += 1
+        fenced = index < len(inside) and inside[index][0] < end
+        if not fenced or text[slice(*inside[index])].strip() == piece.text:
+            found.append(piece)
+    return found
+
+
+Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
 
 
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
+    present: dict[str, bool] = {}
     for row in rows:
-        matches = row.find(text)
-        if len(matches) == 1 or row.client == "yours":
-            for match in reversed(matches):
-                text = text[: match.start()] + text[match.end() :]
-            pieces = [match.group().strip() for match in matches]
-            if pieces:
-                found.append((row.client + row.markers[0], "\n".join(pieces)))
+        if row.marker not in present:
+            present[row.marker] = row.marker in text
+        pieces = list(row.find(text)) if present[row.marker] else []
+        if not row.fenced:
+            pieces = counting(text, pieces)
+        if len(pieces) == 1:
+            found.append((row.label, pieces[0].text))
+            text = without(text, pieces[0].spans)
     return text, found
-
-
-def own_rows(patterns: Iterable[str]) -> tuple[Lift, ...]:
-    """Rows for the user's own patterns."""
-    return tuple(Lift("yours", ("",), re.compile(one, re.MULTILINE), one) for one in patterns)
 
 
 def lift(view: View, replay: Replay) -> list[Lifted]:
@@ -1389,28 +1644,6 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
                 found += pieces
             drop_empty(view, turn)
     return found
-
-
-def drop_empty(view: View, turn: Turn) -> None:
-    """Take out what is left without a text in a system message, and the message if that is all."""
-    content = turn.holder.get(turn.key)
-    if isinstance(content, list):
-        kept = [part for part in content if not is_empty_text(part)]
-        if kept and len(kept) < len(content):
-            turn.refit(kept)
-        empty = not kept
-    else:
-        empty = not content or not content.strip()
-    if empty and turn.item is None:
-        del turn.holder[turn.key]
-        view.head.remove(turn)
-    elif empty and len(view.turns) > 1:
-        view.turns.remove(turn)
-
-
-def is_empty_text(part: Any) -> bool:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
-    return isinstance(text, str) and not text.strip()
 
 
 # ==================================================================================================
@@ -1441,18 +1674,30 @@ Decoration = tuple[str, str]  # kind, text
 
 
 def undress(text: str) -> tuple[list[Decoration], str]:
-    """The decorations at both ends of a user text, and what stands between them."""
-    matches = lead(text)
-    found = [(str(match.lastgroup), match.group().strip()) for match in matches]
-    text = text[matches[-1].end() if matches else 0 :].rstrip()
-    while text:
-        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2]))
-        at = text.rfind(opening) + (kind == "line")
-        if at < 1 or text[at - 1] != "\n" or (kind == "line" and not TAIL_LINE.match(text, at)):
+    """The decorations at both ends of a user text, and what stands between them. Raises
+    Unreadable."""
+    leads = lead(text)
+    found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
+    start = leads[-1].end if leads else 0
+    end = text_end(text, start, len(text))
+    while end > start:
+        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
+        at = text.rfind(opening, start, end) + (kind == "line")
+        if at <= start or text[at - 1] != "\n":
             break
-        found.append((kind, text[at:]))
-        text = text[:at].rstrip()
-    return found, text
+        if kind == "line" and not TAIL_LINE.match(text, at, end):
+            break
+        found.append((kind, text[at:end]))
+        check_limit("decorations of a text", len(found))
+        end = text_end(text, start, at)
+    return found, text[start:end]
+
+
+def text_end(text: str, start: int, end: int) -> int:
+    """Where text[start:end] ends without the space behind it."""
+    while end > start and text[end - 1].isspace():
+        end -= 1
+    return end
 
 
 def digest(*parts: str | bytes) -> bytes:
@@ -1692,7 +1937,8 @@ class Replay:
         self.lines = Lines(config.replay_mb << 20)
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        self.rows = LIFTS + own_rows(config.lift_regex) if config.lift else ()
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
+        self.rows = LIFTS + own if config.lift else ()
         self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
         self.roles: dict[int, bool] = {}  # see stays()
 
@@ -2293,7 +2539,7 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     return 0
 
 
-class Piece(NamedTuple):
+class Beside(NamedTuple):
     """Something that a turn says beside its texts."""
 
     words: int
@@ -2301,7 +2547,7 @@ class Piece(NamedTuple):
     result: bool  # of a tool
 
 
-def beside_texts(turn: Turn) -> list[Piece]:
+def beside_texts(turn: Turn) -> list[Beside]:
     """Calls, results, images and names in a turn."""
     item, content = turn.item or {}, turn.holder.get(turn.key)
     said: list[Any] = []
@@ -2326,8 +2572,8 @@ def beside_texts(turn: Turn) -> list[Piece]:
             said.append((plain(item[key]), canonical(call)))
     if turn.role == "user" and "name" in item:
         said.append(("name", str(item["name"])))
-    pieces = [Piece(hash(one), hash(one), False) for one in said]
-    return pieces + [Piece(hash(one), hash(one), True) for one in results]
+    pieces = [Beside(hash(one), hash(one), False) for one in said]
+    return pieces + [Beside(hash(one), hash(one), True) for one in results]
 
 
 def canonical(arguments: Any) -> str:
