@@ -1737,7 +1737,7 @@ class Unit:
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)
+        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
         self.inserted = NOTHING  # what kvproxy set down in it, by label
         self.stored: Stored | None = None  # as it was sent before
         self.dropped = False  # a carrier of it is not sent
@@ -1746,7 +1746,6 @@ class Unit:
         """Take in another turn, or a carrier."""
         (self.carriers if said.carrier else self.turns).append(turn)
         self.said.append(said)
-        self.sum_up()
 
     def sum_up(self) -> None:
         """What it says as a whole. The results of a batch say the same in any order."""
@@ -1764,7 +1763,6 @@ class Unit:
             said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
             units.append(Unit("user", [turn], [said]))
         self.carriers, self.said = [], self.said[: len(self.turns)]
-        self.sum_up()
         return units
 
     def calls(self) -> tuple[Call, ...]:
@@ -2037,6 +2035,9 @@ class Replay:
             else:
                 unit = Unit(role, [turn], [said])
                 units.append(unit)
+        for unit in units:
+            if len(unit.said) != 1 or unit.carriers:
+                unit.sum_up()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
@@ -2317,20 +2318,26 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
         return False
     for (kind, text), block in zip(blocks, stored.first, strict=True):
-        if text != block.now and not (kind in REWRITABLE and replaces(block.now, text, now.later)):
+        if text != block.now and not (
+            kind in REWRITABLE and replaces(kind, block.now, text, now.later)
+        ):
             return False
     return True
 
 
-def replaces(before: str, after: str, later: list[Unit]) -> bool:
+def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
     """Whether a text can be set down behind an older one: it has something in the place of each
     line that it has no more, since what was withdrawn may not stand on; and no `later` message says
     something of the kind, which would then be older."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
     if sum((old - new).values()) > sum((new - old).values()):
         return False
+    told = [text for unit in later for one, text in unit.blocks() if one == kind]
+    if kind == "environment" and told:
+        return False
+    heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
     changed = labels_of([*(new - old), *(old - new)])
-    return changed.isdisjoint(labels_of([text for unit in later for _, text in unit.blocks()]))
+    return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
 
 
 def labels_of(texts: Iterable[str]) -> set[str]:
