@@ -2493,6 +2493,43 @@ def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
 
 
+class Editor:
+    """All edits of a request's body, in order: scrub, roles, lift, replay."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+
+    def apply(
+        self,
+        view: View,
+        report: Report,
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Edit a view in place; the arguments are those of Replay.apply(). Raises Unreadable."""
+        report.items = len(view.turns)
+        scrubs = self.config.scrub and view.dialect.edited
+        if scrubs and goes_on_elsewhere(view):
+            report.note = "it goes on from what the server has stored"
+            scrubs = False
+        replays = scrubs and self.config.replay
+        if scrubs:
+            self.scrubber.apply(view, report)
+        if scrubs and self.config.system_first:
+
+            def stays(turn: Turn) -> bool:
+                return replays and self.replay.stays(view, turn, client)
+
+            system_first(view, report, stays)
+        if not replays:
+            return Trace(self.replay.conversation(view))
+        lifted = lift(view, self.replay)
+        trace = self.replay.apply(view, lifted, report, client, size, learn)
+        report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
+        return trace
+
+
 # --- answers, calls and results -------------------------------------------------------------------
 
 Call = tuple[str, str]  # id, name
@@ -4696,6 +4733,9 @@ class Server(socketserver.ThreadingTCPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
+CONTEXT_FULL = re.compile(
+    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
+)
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 
 
@@ -4709,11 +4749,10 @@ class Proxy:
         self.config = config or Config()
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
-        self.scrubber = Scrubber(self.config)
-        self.reader = Reader(
-            self.scrubber if self.config.scrub else None, self.config.replay_mb << 20
-        )
-        self.replay = Replay(self.config)
+        self.editor = Editor(self.config)
+        self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
+        known = self.scrubber if self.config.scrub else None
+        self.reader = Reader(known, self.config.replay_mb << 20)
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
@@ -4824,29 +4863,12 @@ class Proxy:
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         dialect, report = exchange.dialect, exchange.report
         assert dialect is not None
-        scrubs = self.config.scrub and dialect.edited
-        replays = scrubs and self.config.replay
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        report.items = len(view.turns)
-        if scrubs and goes_on_elsewhere(view):
-            report.note = "it goes on from what the server has stored"
-            scrubs = replays = False
-        if scrubs:
-            self.scrubber.apply(view, report)
-        client = self.client(exchange)
-        if scrubs and self.config.system_first:
-            stays = lambda turn: self.replay.stays(view, turn, client)
-            system_first(view, report, stays if replays else lambda turn: False)
-        if replays:
-            lifted = lift(view, self.replay)
-            learn = not exchange.counting
-            exchange.trace = self.replay.apply(view, lifted, report, client, len(raw), learn)
-            if exchange.trace.record is not None:
-                exchange.trace.record.tap = exchange.tap
-            report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
-        else:
-            exchange.trace = Trace(self.replay.conversation(view))
+        client, learn = self.client(exchange), not exchange.counting
+        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        if exchange.trace.record is not None:
+            exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
@@ -4912,13 +4934,14 @@ class Proxy:
                 self.quiet(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            first, last = (
-                exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
-            )
-            exchange.usage = usage_of(first, last)
+            tap = exchange.tap
+            first, last = tap.windows() if tap is not None else (b"", b"")
             if record := exchange.trace.record:
                 record.answer = heard_answer(first, last) if answered else None
                 record.tap = None
+            if exchange.status == 400 and CONTEXT_FULL.search(first):
+                self.replay.overflowed(exchange.trace)
+            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
                 exchange.verdict = None
             elif exchange.verdict is not None:
@@ -6243,7 +6266,7 @@ class LogReader:
             Ledger(limit),
             Ledger(limit),
         )  # as captured, and as kvproxy would have sent it
-        self.scrubber, self.replay = Scrubber(config), Replay(config)
+        self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
         self.slot, self.longest = (
@@ -6282,7 +6305,7 @@ class LogReader:
         side = side_of(view.body, headers, view)
         segments = segments_of(view)
         verdict = self.ledger.judge(
-            segments, self.replay.conversation(view), side, now, self.lost_at
+            segments, self.editor.replay.conversation(view), side, now, self.lost_at
         )
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
@@ -6306,11 +6329,10 @@ class LogReader:
 
     def cure(self, view: View, side: str) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        if view.dialect.edited:
-            report = Report()
-            self.scrubber.apply(view, report)
-            self.replay.apply(view, lift(view, self.replay), report)
-        return self.cured.judge(segments_of(view), self.replay.conversation(view), side)
+        trace = self.editor.apply(view, Report())
+        if trace.record is not None:
+            trace.record.answer = ANY
+        return self.cured.judge(segments_of(view), trace.conversation, side)
 
     # --- logs -------------------------------------------------------------------------------------
 
