@@ -1592,18 +1592,19 @@ def fences(text: str) -> list[Span]:
     return found
 
 
-def counting(text: str, pieces: list[Piece]) -> list[Piece]:
+def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Those pieces that do not stand in a fence together with other text."""
-    inside = fences(text) if pieces and ("```" in text or "~~~" in text) else []
-    found, index = [], 0
+    inside: list[Span] | None = None
+    index = 0
     for piece in pieces:
+        if inside is None:
+            inside = fences(text) if "```" in text or "~~~" in text else []
         start, end = piece.spans[0]
         while index < len(inside) and inside[index][1] <= start:
             index += 1
         fenced = index < len(inside) and inside[index][0] < end
         if not fenced or text[slice(*inside[index])].strip() == piece.text:
-            found.append(piece)
-    return found
+            yield piece
 
 
 Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
@@ -1616,12 +1617,13 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     for row in rows:
         if row.marker not in present:
             present[row.marker] = row.marker in text
-        pieces = list(row.find(text)) if present[row.marker] else []
+        pieces = row.find(text) if present[row.marker] else ()
         if not row.fenced:
             pieces = counting(text, pieces)
-        if len(pieces) == 1:
-            found.append((row.label, pieces[0].text))
-            text = without(text, pieces[0].spans)
+        some = list(itertools.islice(pieces, 2))
+        if len(some) == 1:
+            found.append((row.label, some[0].text))
+            text = without(text, some[0].spans)
     return text, found
 
 

@@ -3017,6 +3017,23 @@ def test_lift_regex_takes_whole_lines(pattern: str, piece: str, left: str) -> No
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lift_conserves_every_word(seed: int) -> None:
+    """Whatever a system prompt holds, what was taken out and what is left are all of it; but for
+    the comma of a member."""
+    dice = random.Random(seed)
+    texts = [text for _, text in RP_LIFTED] + RP_SPARED + scrub_texts()
+    texts += [start + piece for start, piece, _ in SCRUB_HOSTILE.values()]
+    rows = (*kvproxy.LIFTS, kvproxy.own_lift("first|Live"))
+    for _ in range(500):
+        system = "\n".join(dice.choices(texts, k=dice.randrange(1, 7)))
+        left, found = kvproxy.lift_text(system, rows)
+        after = "".join([left, *(piece for _, piece in found)])
+        words = [sorted(re.sub(r"[\s,]", "", text)) for text in (system, after)]
+        assert words[0] == words[1], (system, left, found)
+        assert all(piece == piece.strip() for _, piece in found)
+
+
 # --- lift: where the text goes --------------------------------------------------------------------
 
 
