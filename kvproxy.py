@@ -38,6 +38,8 @@ import copy
 import dataclasses
 import difflib
 import errno
+import functools
+import glob
 import hashlib
 import html
 import http
@@ -46,6 +48,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import logging.handlers
 import marshal
 import os
 import random
@@ -4002,10 +4005,16 @@ class Proxy:
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken."""
+        address is taken, ConfigError when a file cannot be written."""
         with self.life:
             if self.server is not None:
                 return self
+            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
+                try:
+                    part.open()
+                except OSError as error:
+                    path = getattr(self.config, name)
+                    raise cannot_write(name.upper(), path, error) from None
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
@@ -4202,9 +4211,16 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without the query, which may hold a key, and without control
-    characters."""
-    return path.split("?")[0].encode("ascii", "backslashreplace").decode()
+    """A request's path for the log: without parameters and query, which may hold a key, and without
+    control characters."""
+    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+
+
+def visible(text: str) -> str:
+    """A text of a file for the terminal, which would obey the control characters in it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def log_lines(exchange: Exchange) -> list[str]:
@@ -4361,11 +4377,28 @@ class Metrics:
             old.received = old.forwarded = None
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the
-    proxy."""
+# Names whose values are not written down. In a body only members beside the prompt are looked at, and
+# there "max_tokens" and "prompt_cache_key" are no secrets.
+SECRET_NAME = re.compile(
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+)
+QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
+SECRET_MEMBER = re.compile(
+    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
+    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
+)
+# The look-behind lets a match begin at the start of a name only: else long names take square time.
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
+JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
+                  "input_schema")  # fmt: skip
 
-    SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
+
+class Capture:
+    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the like.
+
+    A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
@@ -4373,7 +4406,21 @@ class Capture:
         self.file: Any = None
         self.size = 0
 
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if not self.path:
+            return
+        path = os.path.expanduser(self.path)
+        self.file = open_private(path, "a")
+        self.size = os.fstat(self.file.fileno()).st_size
+        if self.size:
+            with open(path, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    self.size += self.file.write("\n")
+
     def write(self, exchange: Exchange) -> None:
+        """Append a finished request."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
@@ -4386,43 +4433,14 @@ class Capture:
                 self.path = ""
                 self.close()
 
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
-        names = [
-            (name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers
-        ]
-        row: Json = {
-            "method": exchange.request.method,
-            "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
-            "time": exchange.time,
-            "headers": {
-                name: "***" if self.SECRET.search(name) else value for name, value in names
-            },
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
-        return (
-            json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
-            + "\n"
-        )
-
-    def without_secret(self, member: re.Match[str]) -> str:
-        """A member of a query; the value of a key, a token and their like is not told."""
-        return (
-            f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
-        )
-
     def append(self, line: str) -> None:
+        """Write a line; a file that would get too long makes room for a new one first."""
         while self.file is None or (self.size and self.size + len(line) > self.limit):
             if self.file is not None:
                 self.close()
-                os.replace(self.path, self.path + ".1")
-            self.file = open_private(self.path, os.O_APPEND)
-            self.size = os.fstat(self.file.fileno()).st_size
+                path = os.path.expanduser(self.path)
+                os.replace(path, path + ".1")
+            self.open()
         self.file.write(line)
         self.file.flush()
         self.size += len(line)
@@ -4433,15 +4451,114 @@ class Capture:
             if file is not None:
                 file.close()
 
+    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
+        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        headers = {}
+        for name, value in exchange.request.headers:
+            text = "***" if SECRET_NAME.search(name.decode()) else value.decode("latin-1")
+            headers[name.decode()] = self.without_secrets(text)
+        row: Json = {
+            "method": exchange.request.method,
+            "path": self.without_secrets(exchange.request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+        }
+        with contextlib.suppress(ValueError, RecursionError):
+            body = self.without_secret_members(parse(received))
+            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
+        text = self.without_secret_text(received.decode("utf-8", "replace"))
+        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
 
-def open_private(path: str, flag: int) -> Any:
+    def without_secrets(self, address: str) -> str:
+        """A target or a header's value, without the secrets in its query and path parameters."""
+
+        def hide(part: re.Match[str]) -> str:
+            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
+            return f"{part[1]}=***" if secret else part[0]
+
+        path, mark, query = address.partition("?")
+        query = QUERY_PART.sub(hide, query)
+        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+
+    def without_secret_members(self, body: Json) -> Json:
+        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+        waiting: list[Any] = [body]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list):
+                waiting += value
+            for name, member in value.items() if isinstance(value, dict) else ():
+                if SECRET_MEMBER.fullmatch(name) and member is not None:
+                    value[name] = "***"
+                elif name not in PROMPT_MEMBERS:
+                    waiting.append(member)
+        return body
+
+    def without_secret_text(self, text: str) -> str:
+        """The same for a body that is no JSON, as far as its pairs can be told."""
+        return JSON_PAIR.sub(
+            lambda pair: (
+                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
+            ),
+            text,
+        )
+
+
+def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read, also one that was there already. Raises
     OSError."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
-    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
+    private = functools.partial(os.open, mode=0o600)
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
+    )
+    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         with contextlib.suppress(OSError):
-            os.fchmod(number, 0o600)
-    return os.fdopen(number, "a" if flag & os.O_APPEND else "w", encoding="ascii")
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
+    """What stops the start when the file of a setting cannot be used."""
+    why = error.strerror or error
+    advice = "name a file in a folder that you may write to"
+    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
+    one line on stderr, not a traceback for each record."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self.path, self.told = path, False
+        try:
+            super().__init__(os.path.expanduser(path))
+        except OSError as error:
+            raise cannot_write("LOG_FILE", path, error) from None
+
+    def _open(self) -> Any:
+        return open_private(self.baseFilename, "a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it could not be opened anew
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        fault = sys.exc_info()[1]
+        if not isinstance(fault, OSError):
+            super().handleError(record)
+        elif not self.told:
+            self.told = True
+            with contextlib.suppress(OSError):
+                print(
+                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
+                )
 
 
 class Warmup:
@@ -4458,6 +4575,9 @@ class Warmup:
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
+        self.path = self.config.warmup_file and os.path.realpath(
+            os.path.expanduser(self.config.warmup_file)
+        )
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
@@ -4488,10 +4608,21 @@ class Warmup:
 
     # --- the heads and their file -----------------------------------------------------------------
 
+    def open(self) -> None:
+        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
+        if not self.path:
+            return
+        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
+            os.unlink(left)
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        with self.temporary():
+            pass
+
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
         new ones match."""
-        path, replay = self.config.warmup_file, self.proxy.replay
+        path, replay = self.path, self.proxy.replay
         try:
             with open(path, encoding="ascii") as file:
                 heads = json.load(file)
@@ -4553,24 +4684,34 @@ class Warmup:
             newest = next(reversed(self.heads), None)
             self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
             self.due.pop(key, None)  # the client itself had it read
-            if key != newest and self.config.warmup_file:
+            if key != newest and self.path:
                 self.save()
 
     def save(self) -> None:
         """Write the file, whole or not at all. Called with the guard held."""
-        path = self.config.warmup_file
-        temporary = f"{path}.{os.getpid()}.tmp"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            with open_private(temporary, os.O_EXCL) as file:
+            with self.temporary() as file:
                 file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-            os.replace(temporary, path)
+                file.close()
+                os.replace(file.name, self.path)
         except OSError as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[Any]:
+        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
+        name = f"{self.path}.{os.getpid()}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def warn(self, text: str) -> None:
-        """Trouble with the file is told once."""
+        """Warn about the file, but only once."""
         if not self.warned:
             self.proxy.log.warning("%s", text)
         self.warned = True
@@ -5414,7 +5555,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     with file:
         for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
+                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
@@ -5433,7 +5574,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found)
     if args.json:
-        print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
+        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print(
@@ -5447,7 +5588,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
             f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
         )
         text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -5469,7 +5610,8 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
+    name, what = visible(row["name"][:28]), visible(row["what"])
+    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
 def inspect_advice(found: Json) -> str:
@@ -5660,14 +5802,7 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    try:
-        handler = (
-            logging.FileHandler(config.log_file, encoding="utf-8")
-            if config.log_file
-            else logging.StreamHandler()
-        )
-    except OSError as error:
-        raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
+    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:

@@ -7051,7 +7051,7 @@ def ex_rows(path: Path) -> list[ExJson]:
 
 
 @pytest.mark.parametrize("scrub_", [True, False])
-def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
+def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
     """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
     path = tmp_path / "capture.jsonl"
     one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_)
@@ -7086,7 +7086,7 @@ def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     path.write_text("old\n", encoding="ascii")
     path.chmod(0o644)
@@ -7096,7 +7096,7 @@ def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path
     )
 
 
-def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
     one.proxy.capture.limit = 30000
@@ -7123,16 +7123,12 @@ def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("place", ["missing folder", "a folder", "/dev/full", "breaks later"])
-def test_explain_capture_trouble(
+@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
+def test_files_capture_trouble(
     rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unwritable file or a full disk: one warning, and every request is served."""
-    path = {
-        "missing folder": tmp_path / "no" / "x",
-        "a folder": tmp_path,
-        "/dev/full": Path("/dev/full"),
-    }.get(place, tmp_path / "x")
+    """A full disk: one warning, and every request is served."""
+    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
     if place == "/dev/full" and not path.exists():
         pytest.skip("there is no /dev/full")
     one = rig(capture_file=str(path), log_level="warning")
@@ -7168,7 +7164,7 @@ def test_explain_capture_trouble(
 # --- secrets --------------------------------------------------------------------------------------
 
 
-def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
+def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
     secret = "hush-4711"
@@ -7227,12 +7223,362 @@ def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     row = ex_rows(path)[0]
     assert (
         row["path"]
-        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=000"
+        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
     )
     assert (
         row["headers"]["X-Api-Key"] == "***"
         and row["headers"]["Content-Type"] == "application/json"
     )
+
+
+# --- files: the capture, the log, the warm-up's heads -------------------------------------------------
+
+
+FILES_SERVE = "import sys, kvproxy; sys.exit(kvproxy.main(['serve']))"
+
+
+def files_serve(**settings: str) -> subprocess.CompletedProcess[str]:
+    """Run `serve` until it ends by itself; a start that is not stopped would run for ever."""
+    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_URL": "http://127.0.0.1:9", **settings}
+    command = [sys.executable, "-c", FILES_SERVE]
+    return subprocess.run(
+        command, check=False, cwd=HERE, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
+@pytest.mark.parametrize("place", ["missing folder", "a folder"])
+def test_files_that_cannot_be_written_stop_the_start(tmp_path: Path, name: str, place: str) -> None:
+    """One line that names the setting and says what to do; the status of a bad setting."""
+    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
+    ended = files_serve(**{name: str(path)})
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
+    assert line.endswith("); name a file in a folder that you may write to")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
+    for name in ("capture_file", "warmup_file"):
+        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
+        proxy = Proxy(config)
+        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
+            proxy.start()
+        assert proxy.server is None
+        proxy.stop()
+
+
+def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
+    """A device that was replaced by the heads would be gone for everybody."""
+    device = tmp_path / "device"
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("there are no FIFOs")
+    os.mkfifo(device)
+    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
+        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
+    assert stat.S_ISFIFO(device.stat().st_mode)
+
+
+def test_files_begin_in_the_home_folder(
+    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service file or a Windows task has no shell that knows `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
+
+
+def test_files_capture_goes_on_in_a_new_line(rig: Any, tmp_path: Path) -> None:
+    """A crash or a full disk left half a line behind: only that one is lost."""
+    path = tmp_path / "capture.jsonl"
+    path.write_bytes(b'{"method": "POST", "bo')
+    for _ in range(2):  # the second one finds whole lines only
+        one = rig(capture_file=str(path))
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+        one.proxy.stop(0)
+    half, *whole = path.read_text("ascii").splitlines()
+    assert half == '{"method": "POST", "bo' and len(whole) == 2
+    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
+
+
+def files_log(path: Path) -> Any:
+    """A logger that writes to a LOG_FILE as `serve` sets it up."""
+    log = kvproxy.logging.Logger("files")
+    log.addHandler(kvproxy.LogFile(str(path)))
+    return log
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
+    """It quotes words of prompts around a change."""
+    path = tmp_path / "log"
+    if before is not None:
+        path.write_text("old\n")
+        path.chmod(before)
+    log = files_log(path)
+    log.warning("new \udcff \u00fc")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
+def test_files_log_is_opened_anew_after_a_rename(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    log = files_log(path)
+    log.warning("one")
+    path.rename(tmp_path / "log.1")
+    log.warning("two")
+    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.mkdir()  # nothing can be opened now: the proxy must not notice
+    log.warning("three")
+    log.warning("four")
+    path.rmdir()
+    log.warning("five")
+    assert path.read_text().endswith("five\n")
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvproxy: LOG_FILE={str(path)!r} cannot be written: ")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log = files_log(Path("/dev/full"))
+    for number in range(20):
+        log.warning("%d %s", number, "x" * 3000)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "No space left" in told[0]
+    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["write", "replace"])
+def test_files_leave_no_temporary_one(
+    rig: Any, by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), log_level="warning")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(io.StringIO):
+        write = full  # type: ignore[assignment]
+
+    private = kvproxy.open_private
+    if fault == "replace":
+        monkeypatch.setattr(kvproxy.os, "replace", full)
+    else:
+        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+
+
+def test_files_temporary_ones_of_a_crash_go_at_the_start(
+    rig: Any, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm[1].json"
+    for name in ("warm[1].json.4711.tmp", "warm[1].json.x.tmp", "warm1.json.5.tmp", "other.tmp"):
+        (tmp_path / name).write_text("{")
+    rig(warmup_file=str(path))
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.5.tmp", "warm[1].json.x.tmp"]
+
+
+FILES_SECRET_PATHS = (
+    # (target as a client sends it, target in the capture)
+    ("?sig=HUSH&se=1", "?sig=***&se=1"),
+    ("?code=HUSH", "?code=***"),
+    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
+    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
+    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
+    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
+    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
+    (";token=HUSH", ";token=***"),
+    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
+    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+def test_files_capture_has_no_secret_of_an_address(
+    rig: Any, tmp_path: Path, target: str, kept: str
+) -> None:
+    """In a query, in parameters of the path, and in addresses that headers quote."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug")
+    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
+    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
+    one.finished(1)
+    row = ex_rows(path)[0]
+    assert row["path"] == "/v1/messages" + kept
+    assert row["headers"]["Referer"] == "http://a/b" + kept
+    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    told = "".join(one.log.lines).encode()
+    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
+    assert b"HUSH" not in path.read_bytes() + told
+
+
+FILES_SECRET_HEADERS = (
+    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
+    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
+)  # fmt: skip
+FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
+
+
+def test_files_capture_has_no_secret_of_a_header(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
+    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
+    one.finished(1)
+    headers = ex_rows(path)[0]["headers"]
+    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
+    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
+        f"v-{n}" for n in FILES_PLAIN_HEADERS
+    ]
+
+
+FILES_SECRET_MEMBERS = (
+    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
+    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
+    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
+)  # fmt: skip
+FILES_PLAIN_MEMBERS = (
+    "max_tokens", "prompt_cache_key", "tokens", "author", "code", "passage", "key_values", "tokenizer", "stop_token_ids",
+)  # fmt: skip
+
+
+def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None:
+    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    words = {"password": "said", "api_key": "said"}
+    call = {"name": "login", "arguments": json.dumps(words)}
+    spoken = {
+        "system": [{"type": "text", "text": 'api_key: "said"'}],
+        "messages": [
+            {"role": "user", "content": 'My "password": "said"'},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
+        ],
+        "tools": [
+            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
+            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
+        ],
+    }  # fmt: skip
+    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
+    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
+    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
+    more = {
+        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
+        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
+        "api_key": None,
+        "token": 4711,
+    }
+    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
+    one.post("/v1/messages", body)
+    one.finished(1)
+    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
+    row = ex_rows(path)[0]["body"]
+    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
+    assert {name: row[name] for name in ("system", "messages")} == {
+        name: spoken[name] for name in ("system", "messages")
+    }
+    assert row["tools"][:2] == spoken["tools"]
+    stars = {name: "***" for name in hidden}
+    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
+
+
+@pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
+def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
+    rig: Any, tmp_path: Path, end: str
+) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    raw = rb'{"apiKey" : "HU\"SH", "a": {"password":"HUSH"}, "x": "said \"token\": \"said\"", "x": 1, "token": '
+    raw += b"[" * 5000 + b"]" * 5000 + b"}" if end == "deep" else end.encode()
+    one.post(EX_CHAT_PATH, raw)
+    one.finished(1)
+    text = ex_rows(path)[0]["text"]
+    assert "SH" not in text and '"apiKey" : "***", "a": {"password":"***"}' in text
+    assert r"said \"token\": \"said\"" in text
+
+
+def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
+    """The pattern for bodies that are no JSON must not backtrack."""
+    capture = Proxy(Config()).capture
+    for piece in (
+        '"key":"',
+        '"key":"\\',
+        '"',
+        '\\"',
+        '"key"   ',
+        ":",
+        '"key" :"a\\"',
+        "a",
+        "?a",
+        "&",
+        ";a",
+        "=",
+        "&a;",
+    ):
+        for function in (capture.without_secret_text, capture.without_secrets):
+            times = []
+            for size in (60_000, 120_000):
+                text = piece * (size // len(piece))
+                times.append(min(timed(function, text) for _ in range(3)))
+            assert times[1] < 3 * times[0] + 0.01, piece
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
+    started = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - started
+
+
+def test_files_inspect_prints_no_control_character(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may come from anybody; a terminal obeys what it is sent."""
+    evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\x7f\u202e"
+    capture = tmp_path / "capture.jsonl"
+    systems = [f"{evil} Gauge {evil}: {n}\n{EX_LONG}" for n in (1, 2)]
+    rows = [
+        {"method": "POST", "path": f"/v1/chat/completions{evil}", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    rows += [
+        {"method": "POST", "path": "/v1/chat/completions", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    capture.write_text("".join(json.dumps(row) + "\n" for row in rows), "ascii")
+    log = tmp_path / "log"
+    log.write_text(
+        f"slot update_slots: id  0 | task 1 | new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 90\n"
+        f"slot update_slots: id  0 | task 1 | forcing full prompt re-processing due to {evil} lack\n"
+        f"slot print_timing: id  0 | task 1 | prompt eval time = 10.00 ms / 90 tokens\n",
+        "utf-8",
+    )
+    for file in (capture, log):
+        for more in ([], ["--json"]):
+            assert kvproxy.main(["inspect", str(file), *more]) == 0
+            told = capsys.readouterr().out
+            assert "system" in told or "re-processing" in told
+            assert all(char.isprintable() or char == "\n" for char in told), (file, more)
 
 
 # --- inspect: captures ----------------------------------------------------------------------------
@@ -11394,17 +11740,13 @@ def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_han
         b'{"a": {"path": "/v1/chat/completions HTTP/1.1\\r\\nX: y", "body": {"messages": []}}}',
         b'{"a": {"body": {"messages": []}}}',
         b"[" * 100_000,
-        None,
     ],
 )
 def test_warmup_survives_any_file(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes | None
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "warm.json"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
+    path.write_bytes(content)
     one = rig(warmup_file=str(path), log_level="warning")
     for name in ("Ann", "Bob"):
         assert (
@@ -11413,15 +11755,17 @@ def test_warmup_survives_any_file(
         )
     one.finished(2)
     assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
-    if content is not None:
-        assert len(json.loads(path.read_text())) == 2
+    assert len(json.loads(path.read_text())) == 2
     assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
 
 
 def test_warmup_file_that_cannot_be_written_is_told_once(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
-    one = rig(warmup_file=str(tmp_path / "no such folder" / "warm.json"), log_level="warning")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
+    folder.rmdir()
     for name in ("Ann", "Bob", "Cid"):
         assert (
             one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
