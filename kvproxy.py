@@ -4892,6 +4892,9 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ),
 )
 
+# Headers with which a web server in front tells that a request is somebody else's.
+FORWARDED = re.compile(rb"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
+
 Answer = tuple[int, bytes, Headers, str]
 
 
@@ -4919,6 +4922,9 @@ class Pages:
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not is_loopback(peer) or not self.same_site(request):
             return self.error(403, "Prompts are shown on this machine only.")
+        if any(FORWARDED.match(name) for name, _ in request.headers):
+            why = "this request came through a web server."
+            return self.error(403, f"Prompts are shown on this machine only; {why}")
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:

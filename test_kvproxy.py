@@ -6943,6 +6943,24 @@ def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) ->
             ]
 
 
+STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-Forwarded-Proto: https", "X-FORWARDED-HOST: a",
+                    "X-Forwarded-Anything:", "X-Real-IP: 127.0.0.1", "Via: 1.1 box")  # fmt: skip
+
+
+@pytest.mark.parametrize("header", STATUS_FORWARDED)
+def test_status_shows_no_prompt_through_a_web_server(rig: Any, header: str) -> None:
+    """A web server on this machine asks for somebody who may be anywhere."""
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        answer = one.get(path, header + "\r\n")
+        open_to_all = path in ("/kvproxy/metrics", "/kvproxy/health")
+        assert answer.status == (200 if open_to_all else 403), path
+        assert open_to_all or b"web server" in answer.body
+        assert b"secret prompt" not in answer.body
+    assert one.get("/kvproxy", "X-Forward: a\r\nX-Via: a\r\nViaduct: a\r\n").status == 200
+
+
 EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
 
