@@ -12072,6 +12072,47 @@ def test_conversations_stick_and_spread_over_servers(
             server.close()
 
 
+def test_readme_nginx_example_hides_the_pages(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """The example as it stands in the README, but for its certificate."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"choices": [{"delta": {"content": "first"}}]})
+        assert go_on.wait(PATIENCE)
+        link.finish()
+
+    one, port = rig(script), free_port()
+    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
+    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
+    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
+    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
+    config.write_text(f"{head}{block}}}")
+    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+    process = subprocess.Popen(command)
+    try:
+        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
+        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
+            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
+            assert peer.response().status == 403, path
+            peer.close()
+        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        peer.send(head.encode() + body.encode()).until(b"first")
+        go_on.set()
+        peer.until(b"0\r\n\r\n")
+        peer.close()
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
 # --- vendoring ------------------------------------------------------------------------------------
 
 
