@@ -32,11 +32,13 @@ To use it from a program (importing starts nothing and reads no environment):
 from __future__ import annotations
 
 import argparse
+import array
+import bisect
+import codecs
 import collections
 import contextlib
 import copy
 import dataclasses
-import difflib
 import errno
 import functools
 import glob
@@ -66,7 +68,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
@@ -3345,7 +3347,7 @@ class Relay(socketserver.BaseRequestHandler):
     def respond(
         self,
         status: int,
-        body: bytes,
+        body: bytes | bytearray,
         headers: Iterable[tuple[bytes, bytes]] = (),
         kind: str = "application/json",
     ) -> None:
@@ -4895,14 +4897,14 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
 # Headers with which a web server in front tells that a request is somebody else's.
 FORWARDED = re.compile(rb"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
-Answer = tuple[int, bytes, Headers, str]
+Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
     """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
-    DIFF_LINES = 20000  # difflib takes long for more
+    HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -4937,7 +4939,7 @@ class Pages:
                 200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
             )
         if path in kept:
-            return self.json(200, self.detail(kept[path]))
+            return self.detail(kept[path])
         return self.error(404, "There is no such page.")
 
     def same_site(self, request: Request) -> bool:
@@ -4948,7 +4950,7 @@ class Pages:
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
-        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *headers], "application/json"
+        return status, body, [*self.HEADERS, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -4973,37 +4975,28 @@ class Pages:
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
-    def detail(self, exchange: Exchange) -> Json:
-        """A request with its body as received and as forwarded, and what differs."""
-        row = {**self.row(exchange), "received": None, "forwarded": None}
-        received, forwarded = (
-            exchange.received,
-            exchange.forwarded,
-        )  # another thread may let go of them
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded, and what differs. Takes at most ten
+        times the body's memory: texts are written piece by piece."""
+        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
+        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
         if received is None or forwarded is None:
-            return {**row, "note": "the bodies were dropped to save memory"}
-        row["received"], row["forwarded"] = (
-            raw.decode("utf-8", "replace") for raw in (received, forwarded)
-        )
-        row["diff"] = []
-        if forwarded is received:
-            return row
-        with contextlib.suppress(
-            RecursionError
-        ):  # both are JSON; with an indent, dumps goes less deep than parse()
-            before, after = (
-                json.dumps(json.loads(raw), indent=1, ensure_ascii=False)
-                .replace("\\n", "\n")
-                .splitlines()
-                for raw in (received, forwarded)
-            )
-            if max(len(before), len(after)) > self.DIFF_LINES:
-                row["note"] = "the bodies are too long for a diff"
-            else:
-                row["diff"] = list(
-                    difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2)
-                )
-        return row
+            received = forwarded = None
+            notes.append("the bodies were dropped to save memory")
+        elif forwarded is not received:
+            row["diff"], note = difference(received, forwarded)
+            notes += [note] if note else []
+        body = bytearray()
+        for name, raw in (("received", received), ("forwarded", forwarded)):
+            body += b', "%s": ' % name.encode()
+            if raw is None:
+                body += b"null"
+            elif not write_text(body, raw):
+                notes.append(f"the body as {name} is cut: it is no text")
+        if notes:
+            row["note"] = "; ".join(notes)
+        body[:0] = json.dumps(row)[:-1].encode()
+        return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -5184,6 +5177,165 @@ class Pages:
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
+
+
+# --- a request's bodies, and what differs between them --------------------------------------------
+
+
+def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
+    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes are
+    text that it would take more than three times its size."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
+    out += b'"'
+    for at in range(0, len(raw), TEXT_PIECE):
+        if len(out) - start > 3 * at + TEXT_PIECE:
+            out += b'..."'
+            return False
+        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
+        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    out += b'"'
+    return True
+
+
+TEXT_PIECE = 1 << 16  # bytes
+DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
+DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
+DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
+DIFF_CONTEXT = 2  # unchanged lines around a change
+JSON_TOKEN = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
+STRING_TOKEN = re.compile(
+    rb'([^"\\]+)|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
+    re.DOTALL,
+)
+
+
+def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
+    made real. However the text is nested, it takes no more memory than its longest line."""
+    line, depth, at, within = bytearray(), 0, 0, False
+    while found := (STRING_TOKEN if within else JSON_TOKEN).match(raw, at):
+        at = found.end()
+        if within:
+            text, codes, escaped, quote = found.groups()
+            if codes:  # written as the characters themselves, but for those that JSON must escape
+                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
+                text = told.encode("utf-8", "surrogatepass")
+            elif escaped:
+                text = b"/" if escaped == b"/" else b"\\" + escaped
+            if escaped == b"n":
+                yield bytes(line)
+                line.clear()
+            else:
+                line += text or quote
+            within = not quote
+            continue
+        value, mark = found.groups()
+        if mark in (b"}", b"]"):
+            if line.strip():
+                yield bytes(line)
+            depth -= 1
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+        line += value or (b": " if mark == b":" else mark)
+        within = mark == b'"'
+        if mark in (b",", b"{", b"["):
+            yield bytes(line)
+            depth += mark != b","
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+    yield bytes(line)
+
+
+def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    if max(len(before), len(after)) > DIFF_BYTES:
+        return [], "the bodies are too long for a diff"
+    sides = []
+    for raw in (before, after):
+        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
+        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
+    if max(map(len, sides)) > DIFF_LINES:
+        return [], "the bodies have too many lines for a diff"
+    more = diff_rows(changed_lines(*sides), len(sides[0]))
+    rows = list(itertools.islice(more, DIFF_ROWS))
+    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
+    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
+    told = ["--- received", "+++ forwarded"] if rows else []
+    for mark, at, new_at in rows:
+        if mark == "@":
+            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
+        else:
+            told.append(mark + (new[new_at] if mark == "+" else old[at]))
+    hidden = sum(1 for _ in more)
+    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
+
+
+Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
+
+
+def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
+    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
+    shown = 0
+    for number, (start, end, new_start, new_end) in enumerate(changes):
+        first = max(shown, start - DIFF_CONTEXT)
+        if first > shown or not number:
+            yield "@", first, new_start - (start - first)
+        yield from ((" ", at, 0) for at in range(first, start))
+        yield from (("-", at, 0) for at in range(start, end))
+        yield from (("+", 0, at) for at in range(new_start, new_end))
+        following = changes[number + 1][0] if number + 1 < len(changes) else length
+        shown = min(end + DIFF_CONTEXT, following)
+        yield from ((" ", at, 0) for at in range(end, shown))
+
+
+def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Where two lists of hashed lines differ, as (start, end) in the one and in the other.
+
+    A patience diff, in n log n: lines that stand once in each list align the two, as many of them as
+    follow one another in both; between two of those, whatever is not equal at the ends has changed."""
+    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
+    places: list[dict[int, int]] = []
+    for lines in (before, after):
+        found: dict[int, int] = {}
+        for at, line in enumerate(lines):
+            if line % thin == 0:
+                found[line] = -1 if line in found else at
+        places.append(found)
+    pairs = [(at, places[1].get(line, -1)) for line, at in places[0].items() if at >= 0]
+    pairs = sorted(pair for pair in pairs if pair[1] >= 0)
+    # The longest list of pairs that ascends in both, by patience sorting.
+    tops: list[int] = []
+    heads: list[int] = []
+    below: list[int] = []
+    for number, (_, at) in enumerate(pairs):
+        pile = bisect.bisect_left(tops, at)
+        below.append(heads[pile - 1] if pile else -1)
+        tops[pile : pile + 1], heads[pile : pile + 1] = [at], [number]
+    anchors = [(len(before), len(after))]
+    number = heads[-1] if heads else -1
+    while number >= 0:
+        anchors.append(pairs[number])
+        number = below[number]
+    changes, at, new_at = [], 0, 0
+    for end, new_end in reversed(anchors):
+        stop, new_stop = end, new_end
+        while at < stop and new_at < new_stop and before[at] == after[new_at]:
+            at, new_at = at + 1, new_at + 1
+        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
+            stop, new_stop = stop - 1, new_stop - 1
+        if at < stop or new_at < new_stop:
+            changes.append((at, stop, new_at, new_stop))
+        at, new_at = end + 1, new_end + 1
+    return changes
+
+
+def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
+    """Lines of a JSON text by their numbers, long ones cut."""
+    found = {}
+    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
+        if number in wanted:
+            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
+            if len(line) > DIFF_COLUMNS:
+                found[number] += f"... ({len(line):,} bytes)"
+    return found
 
 
 def clock(when: float) -> str:

@@ -6726,12 +6726,179 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-def test_explain_long_diff_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy.Pages, "DIFF_LINES", 30)
-    one = rig()
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("[Wed 2026-02-18 20:48 UTC] Hello" + "\nline" * 40)])
+@pytest.mark.parametrize(("limit", "value"), [("DIFF_LINES", 30), ("DIFF_BYTES", 100)])
+def test_status_long_difference_is_left_out(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(kvproxy, limit, value)
+    one = rig(strip_regex=("zap ",))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
-    assert detail["diff"] == [] and "too long" in detail["note"] and "Hello" in detail["forwarded"]
+    assert detail["diff"] == [] and "for a diff" in detail["note"]
+    assert "Hello" in detail["forwarded"]
+
+
+def test_status_difference_shows_its_beginning(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one: what is not shown is told in numbers."""
+    monkeypatch.setattr(kvproxy, "DIFF_ROWS", 10)
+    monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
+    one = rig(strip_regex=("zap ",))
+    text = "\n".join(f"zap line {number} {'x' * 50}" for number in range(40))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(text)])
+    detail = one.get("/kvproxy/requests/1").json()
+    assert len(detail["diff"]) == 12 and "more lines of the diff are left out" in detail["note"]
+    assert "-zap line 1 xxxxxxxxx... (61 bytes)" in detail["diff"]
+
+
+def status_apply(before: list[str], diff: list[str]) -> list[str]:
+    """What a unified diff makes of a list of lines."""
+    found, at = [], 0
+    for row in diff[2:]:
+        if row[0] == "@":
+            start = int(row.split()[1][1:]) - 1
+            found += before[at:start]
+            at = start
+        elif row[0] == "+":
+            found.append(row[1:])
+        else:
+            assert before[at] == row[1:]
+            found += [row[1:]] if row[0] == " " else []
+            at += 1
+    return found + before[at:]
+
+
+def status_spell(value: Any) -> list[str]:
+    """A JSON value as the page's difference spells it."""
+    return [line.decode() for line in kvproxy.json_lines(json.dumps(value).encode())]
+
+
+@pytest.mark.parametrize("thin", [2000, 3])
+def test_status_difference_is_true(monkeypatch: pytest.MonkeyPatch, thin: int) -> None:
+    """Applied to the lines before, it gives the lines after; in whatever way both are spelled."""
+    monkeypatch.setattr(kvproxy, "DIFF_ANCHORS", thin)
+    chance = random.Random(5)
+    for _ in range(300):
+        lines = [
+            chance.choice(["a", "b", "", "c d", '"q"', "\\n"]) + str(chance.randrange(9))
+            for _ in range(chance.randrange(40))
+        ]
+        changed = list(lines)
+        for _ in range(chance.randrange(4)):
+            at = chance.randrange(len(changed) + 1)
+            changed[at : at + chance.randrange(6)] = chance.sample(
+                lines, min(len(lines), chance.randrange(4))
+            )
+        values = [
+            {"n": [1, {}], "t": "\n".join(each), "z": [True, "\u00fc\U0001f600"]}
+            for each in (lines, changed)
+        ]
+        raw = [
+            json.dumps(
+                value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])
+            ).encode()
+            for value in values
+        ]
+        diff, note = kvproxy.difference(*raw)
+        before, after = map(status_spell, values)
+        assert status_apply(before, diff) == after and not note
+        assert bool(diff) == (values[0] != values[1])
+        marks = sum(row[0] in "-+" for row in diff[2:])
+        assert marks <= len(before) + len(after)
+
+
+def test_status_difference_of_a_moved_line_is_small() -> None:
+    lines = [f"line {number}" for number in range(500)]
+    moved = [*lines[:3], *lines[4:], lines[3]]
+    diff, _ = kvproxy.difference(
+        *(json.dumps({"t": "\n".join(each)}).encode() for each in (lines, moved))
+    )
+    assert [row for row in diff[2:] if row[0] in "-+"] == [
+        "-line 3", '-line 499"', "+line 499", '+line 3"'
+    ]  # fmt: skip
+
+
+STATUS_HEAVY = {
+    # what stands in a body beside the turn that is edited: how it begins, what it repeats, how it ends
+    "numbers, nested": (b"[" * 800, b"1,", b"1" + b"]" * 800),
+    "objects": (b"[", b'{"a":{}},', b"1]"),
+    "lists": (b"[", b"[],", b"1]"),
+    "numbers": (b"[", b"1.5,", b"1]"),
+    "short texts": (b"[", b'"",', b"1]"),
+    "lines": (b'"', b"\\n", b'"'),
+    "other lines": (b'"', b"a\\n", b'"'),
+    "escapes": (b'"', b"\\u0433", b'"'),
+    "quotes": (b'"', b'\\"', b'"'),
+    "one emoji": ('"\U0001f600'.encode(), b"a", b'"'),
+    "emojis": (b'"', "\U0001f600".encode(), b'"'),
+    "space": (b"", b" ", b"1"),
+    "deep": (b"[" * 900, b"[],", b"1" + b"]" * 900),
+}
+
+
+def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
+    """A finished request with a heavy body, edited at both ends of it."""
+    start, piece, end = STATUS_HEAVY[kind]
+    bodies = []
+    for word in (b"before", b"after"):
+        edges = [b'{"first": "%s' % word, b'", "x": ', b', "last": "%s"}' % word]
+        bodies.append(edges[0] + edges[1] + start + piece * (size // len(piece)) + end + edges[2])
+    request = kvproxy.parse_request(b"POST /v1/messages HTTP/1.1", [b"Host: a"])
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
+    exchange.received, exchange.forwarded = bodies
+    return exchange
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
+    """The relay's copy of the answer counts as well; what every page takes does not."""
+    pages, size, fixed = Proxy(Config()).pages, 40_000, 300_000
+    exchange = status_heavy(kind, size)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body = pages.detail(exchange)[1]
+        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(sent) > len(body) and peak < 10 * size + fixed, peak / size
+    detail = json.loads(body)
+    if "note" not in detail:
+        assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
+    else:
+        assert "lines" in detail["note"]
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_linear_time(kind: str) -> None:
+    pages = Proxy(Config()).pages
+    times = []
+    for size in (20_000, 40_000):
+        exchange = status_heavy(kind, size)
+        times.append(min(timed(pages.detail, exchange) for _ in range(3)))
+    assert times[1] < 3 * times[0] + 0.05, times
+
+
+def test_status_detail_of_a_body_that_is_no_text() -> None:
+    pages = Proxy(Config()).pages
+    exchange = status_heavy("numbers", 10)
+    raw = exchange.received = exchange.forwarded = bytes(300_000)
+    answer = pages.detail(exchange)[1]
+    detail = json.loads(answer)
+    assert "received is cut" in detail["note"] and "forwarded is cut" in detail["note"]
+    assert len(answer) < 8 * len(raw) and detail["received"].endswith("\x00...")
+
+
+def test_status_detail_has_bodies_whole(rig: Any) -> None:
+    """Over the edges of the pieces in which they are written."""
+    one = rig(keep_requests=60, scrub=False)
+    for shift in range(5):
+        raw = b" " * shift + json.dumps(
+            ex_chat("\u00fc\U0001f600\ud800" * 20000), ensure_ascii=shift > 2
+        ).encode("utf-8", "replace")
+        one.post(EX_CHAT_PATH, raw)
+        detail = one.get(f"/kvproxy/requests/{shift + 1}").json()
+        assert detail["received"] == detail["forwarded"] == raw.decode()
 
 
 @pytest.mark.parametrize(
@@ -7563,9 +7730,10 @@ def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
 
 
 def timed(function: Callable[..., Any], *args: Any) -> float:
-    started = time.perf_counter()
+    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
+    started = time.thread_time()
     function(*args)
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def test_files_inspect_prints_no_control_character(
