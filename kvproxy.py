@@ -3388,6 +3388,7 @@ class Relay(socketserver.BaseRequestHandler):
                 exchange.received = exchange.forwarded = self.read_body(request)
             else:
                 self.check_length(request.length or 0)
+            self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
         except (ClientGone, OSError) as error:
             exchange.fault = "client left"
@@ -3463,6 +3464,18 @@ class Relay(socketserver.BaseRequestHandler):
         if not data:
             raise ClientGone
         return data
+
+    def watch_client(self, seconds: float) -> None:
+        """Wait at most so long. Raises ClientGone (or OSError) when the client hangs up."""
+        if not ready(self.request, seconds, READ | Pair.GONE):
+            return
+        if not self.request.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+        # Pipelined bytes: they stay there, so only a hang-up can be waited for, where it is told.
+        if not Pair.GONE:
+            time.sleep(seconds)
+        elif ready(self.request, seconds, Pair.GONE):
+            raise ClientGone
 
     # --- forwarding -------------------------------------------------------------------------------
 
@@ -4162,18 +4175,16 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-        if change > 0:
-            self.warmup.interrupt()
 
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if (
-                answered or not exchange.status
-            ):  # 0: the client left; the server may have read the prompt
-                self.quiet(exchange)
+            if answered or (exchange.sent and not exchange.status):
+                self.quiet(
+                    exchange
+                )  # status 0: the client left; the server may have read the prompt
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
             first, last = (
@@ -4563,17 +4574,63 @@ class LogFile(logging.handlers.WatchedFileHandler):
                 )
 
 
+class Reading:
+    """A prompt that the server reads before the request that will begin with it has come.
+
+    `path` and `body` are those of a request whose last turn is a placeholder."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False
+        self.held = 0  # clients' requests that wait for it
+        self.done = threading.Event()  # the server has answered, or will not
+
+    def opened(self, sock: socket.socket) -> bool:
+        """Take the connection; False when the reading was given up before there was one."""
+        self.sock = sock
+        return not self.closed
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with contextlib.suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
+FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
+                 "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+
+
+def front_members(body: Json) -> Json:
+    """What stands in front of the turns in a prompt, or decides how they are written."""
+    front = {name: body[name] for name in FRONT_MEMBERS if name in body}
+    if front.get("tool_choice") not in (None, "auto", "none"):
+        del front["tool_choice"]  # a forced call has no place in a request that is not answered
+    return front
+
+
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them."""
+    real turn needs them. At most one reading is under way, and clients' requests go first: hold()."""
 
     FIRST_WAIT, AWAY_WAIT = (
         1.0,
         5.0,
     )  # seconds of quiet before the first try, and between looks at the server
     NOT_READY = (0, 502, 503, 504)
-    KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
-            "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+    HOLD_LOOK = 0.02  # seconds between two looks at a reading that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
@@ -4585,7 +4642,8 @@ class Warmup:
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.current: socket.socket | None = None
+        self.gate = threading.Lock()  # of `reading` and its `held`
+        self.reading: Reading | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
@@ -4604,7 +4662,10 @@ class Warmup:
 
     def stop(self) -> None:
         self.over.set()
-        self.interrupt()
+        with self.gate:
+            reading = self.reading
+        if reading is not None:
+            reading.close()
         if self.thread is not None:
             self.thread.join(5)
 
@@ -4668,14 +4729,12 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
+        body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
         body.update(
             {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
         )
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            del body["tool_choice"]
         key = digest(view.dialect.name, dump(body)).hex()
         self.keys = {
             name: found
@@ -4720,13 +4779,42 @@ class Warmup:
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once. The thread that reads closes
-        the socket."""
-        sock = self.current
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+        """Called when a client's request is ready to be forwarded. If it begins with what the server
+        is reading, hold it until that is read: after a cancel the server would notice that late,
+        and read all of it once more in another slot. Any other request that needs the model ends
+        the reading at once, unless another client's waits for it.
+
+        `wait(seconds)` waits at most so long. Raises ClientGone when it does."""
+        request = exchange.request
+        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
+            return
+        begins, view = False, exchange.view
+        with self.gate:
+            reading = self.reading
+        if reading is not None and view is not None:
+            begins = reading.begins(request.path.split("?")[0], view)
+        if reading is None or not begins:
+            self.let_go(reading)
+            return
+        with self.gate:
+            reading.held += 1
+        try:
+            until = time.monotonic() + self.config.read_timeout
+            while not (reading.done.is_set() or reading.closed) and time.monotonic() < until:
+                wait(self.HOLD_LOOK)
+        finally:
+            with self.gate:
+                reading.held -= 1
+        if not reading.done.is_set():  # READ_TIMEOUT is over, or the proxy stops
+            self.let_go(reading)
+
+    def let_go(self, reading: Reading | None) -> None:
+        """End a reading that no client waits for."""
+        with self.gate:
+            wanted = reading is None or reading.held
+        if reading is not None and not wanted:
+            reading.close()
 
     def run(self) -> None:
         wait = self.FIRST_WAIT
@@ -4760,7 +4848,7 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(head)
+            status = self.send(Reading(head["path"], head["body"]))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -4772,29 +4860,32 @@ class Warmup:
             with self.guard:
                 self.due.pop(key, None)
 
-    def send(self, head: Json) -> int:
-        """Have the server read a head; returns the status, 0 without an answer."""
+    def send(self, reading: Reading) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.gate:
+            if self.proxy.running or self.over.is_set():
+                return 0  # a request that comes later than this finds `reading` in hold()
+            self.reading = reading
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            with contextlib.closing(
-                http_connection(url, self.config.connect_timeout, tls=tls)
-            ) as connection:
+            connection = http_connection(url, self.config.connect_timeout, tls=tls)
+            with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                self.current = connection.sock
-                if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                if not reading.opened(connection.sock):
                     return 0
+                target = under(url, reading.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request(
-                    "POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers
-                )
+                connection.request("POST", target, dump(reading.body), headers)
                 response = connection.getresponse()
                 response.read()
                 return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            self.current = None
+            with self.gate:
+                self.reading = None
+            reading.done.set()
 
 
 # ==================================================================================================

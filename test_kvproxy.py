@@ -11733,6 +11733,243 @@ def test_warmup_is_given_up_for_a_client(
     assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
 
 
+class WarmReading:
+    """A rig whose server reads the head of an earlier run until `answer` is set; `left` is set when
+    the proxy gives it up."""
+
+    def __init__(
+        self, rig: Callable[..., Rig], path: Path, dialect: str = "chat", status: int = 200, **settings: Any
+    ) -> None:  # fmt: skip
+        fill(rig, path, "Ann", dialect=dialect)
+        self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
+        self.status = status
+        self.rig = rig(self.script, warmup_file=str(path), **settings)
+        assert self.begun.wait(PATIENCE)
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and is_warm(seen):
+            self.begun.set()
+            while not self.answer.is_set():
+                if kvproxy.ready(link.sock, 0.01):
+                    assert link.ended()
+                    self.left.set()
+                    raise EOFError
+            if self.status != 200:
+                return link.reply({"error": {"message": "Loading model"}}, self.status)
+        usage_answer(link, seen)
+
+    def send(self, path: str, body: Any) -> Peer:
+        """Send a request whose answer may take long."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        return self.rig.raw(head.encode() + data)
+
+    def posts(self) -> list[Seen]:
+        """What the server got of clients."""
+        return [
+            seen for seen in self.rig.server.seen if seen.method == "POST" and not is_warm(seen)
+        ]
+
+    def wait_for_held(self, count: int) -> None:
+        def held() -> int:
+            reading = self.rig.proxy.warmup.reading
+            return reading.held if reading else 0
+
+        wait_for(lambda: held() == count, f"{count} held requests")
+
+
+def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
+    return opening(dialect, "Good evening.", "You are Ann. " + WARM_SYSTEM, **more)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_holds_a_request_that_begins_with_the_head(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+) -> None:
+    """The server would give it another slot and read everything once more."""
+    one = WarmReading(rig, tmp_path / "warm.json", dialect)
+    peers = [
+        one.send(PATHS[dialect] + "?beta=true", warm_ann(dialect, date="2026-03-05"))
+        for _ in range(2)
+    ]
+    one.wait_for_held(2)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    for peer in peers:
+        assert peer.response().status == 200
+    assert len(one.posts()) == 2 and not one.left.is_set()
+    assert one.rig.finished(2)[-1].status == 200
+
+
+def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
+    """A request that does not begin with Ann's head."""
+    body = warm_ann("chat")
+    if kind == "path":
+        return "/chat/completions", body
+    if kind == "model":
+        body["model"] = "other"
+    elif kind == "tools":
+        body["tools"] = body["tools"][:1]
+    elif kind == "no tools":
+        del body["tools"]
+    elif kind == "system":
+        body = opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)
+    elif kind == "turns":
+        del body["messages"][0]
+    elif kind == "template arguments":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    elif kind == "no body":
+        return PATHS["chat"], {"messages": 5}
+    elif kind == "embedding":
+        return "/v1/embeddings", {"input": "words"}
+    return PATHS["chat"], body
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
+)  # fmt: skip
+def test_warmup_stops_for_a_request_that_begins_otherwise(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, kind: str
+) -> None:
+    one = WarmReading(rig, tmp_path / "warm.json")
+    path, body = warm_other(kind)
+    assert one.send(path, body).response().status == 200
+    assert one.left.wait(PATIENCE)
+    one.answer.set()
+
+
+def test_warmup_goes_on_while_others_need_no_model(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
+    """Looks at the server, counts of tokens, and a body that is still on its way."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    assert one.rig.get("/v1/models").status == 200
+    assert one.rig.get("/slots", method="OPTIONS").status == 200
+    assert one.send("/v1/messages/count_tokens", warm_ann("messages")).response().status == 200
+    slow = one.rig.raw(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+    )
+    wait_for(lambda: one.rig.proxy.running == 1, "the slow request")
+    assert not one.left.is_set()
+    slow.close()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_warmup_hold_ends_when_the_client_leaves(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, more: bytes
+) -> None:
+    """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
+    if more and not kvproxy.Pair.GONE:
+        pytest.skip("this system does not tell of a hang-up behind unread bytes")
+    one = WarmReading(rig, tmp_path / "warm.json")
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    peer.send(more)
+    one.wait_for_held(1)
+    peer.close()
+    (exchange,) = one.rig.finished(1)
+    assert exchange.fault == "client left" and exchange.verdict is None
+    one.wait_for_held(0)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
+def test_warmup_hold_ends_with_the_reading(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, how: str
+) -> None:
+    """Whatever becomes of it, the client's request is forwarded."""
+    settings = {"read_timeout": 0.5} if how == "timeout" else {}
+    one = WarmReading(rig, tmp_path / "warm.json", status=503 if how == "503" else 200, **settings)
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    if how != "timeout":
+        one.wait_for_held(1)
+    if how == "stop":
+        one.rig.proxy.stop(PATIENCE)
+    elif how == "503":
+        one.answer.set()
+    elif how == "hang-up":
+        reading = one.rig.proxy.warmup.reading
+        assert reading is not None
+        reading.close()
+    assert peer.response().status == 200 and len(one.posts()) == 1
+    one.answer.set()
+
+
+def test_warmup_that_a_client_waits_for_goes_on(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
+    """Another request is forwarded beside it: what is read is that client's own prompt."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    held = one.send(PATHS["chat"], warm_ann("chat"))
+    one.wait_for_held(1)
+    other = one.send(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM))
+    assert other.response().status == 200
+    assert not one.left.is_set() and len(one.posts()) == 1
+    one.answer.set()
+    assert held.response().status == 200
+
+
+class WarmSlots:
+    """A server's slots as llama-server has them: a request takes the idle one whose prompt begins
+    most like it, else the one used least recently. A closed connection is seen late."""
+
+    def __init__(self, count: int) -> None:
+        self.guard = threading.Lock()
+        self.prompts, self.used, self.free = [""] * count, [0] * count, [True] * count
+        self.read: list[int] = []  # characters, of each request of a client
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, prompt: str) -> int:
+        with self.guard:
+            idle = [slot for slot, free in enumerate(self.free) if free]
+            shared = {slot: kvproxy.common_prefix(self.prompts[slot], prompt) for slot in idle}
+            best = max(idle, key=lambda slot: shared[slot])
+            if shared[best] < 0.1 * len(prompt):
+                best = min(idle, key=lambda slot: self.used[slot])
+            self.free[best] = False
+            self.used[best] = 1 + max(self.used)
+            return best
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        prompt = "\n".join(message["content"] for message in seen.json()["messages"])
+        slot = self.take(prompt)
+        if is_warm(seen):
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+        else:
+            self.read.append(len(prompt) - kvproxy.common_prefix(self.prompts[slot], prompt))
+        self.prompts[slot] = prompt
+        self.free[slot] = True
+        usage_answer(link, seen)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_warmup_is_read_once_with_any_number_of_slots(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, slots: int
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    server = WarmSlots(slots)
+    one = rig(server.script, warmup_file=str(path))
+    assert server.begun.wait(PATIENCE)
+    answers: list[Answer] = []
+    client = threading.Thread(
+        target=lambda: answers.append(one.post(PATHS["chat"], warm_ann("chat")))
+    )
+    client.start()
+    wait_for(lambda: (reading := one.proxy.warmup.reading) and reading.held, "the hold")
+    server.go_on.set()
+    client.join(PATIENCE)
+    assert answers[0].status == 200 and len(server.read) == 1
+    assert server.read[0] < 0.2 * len(warm_ann("chat")["messages"][0]["content"])
+
+
 def test_warmup_leaves_out_what_a_client_has_sent(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
