@@ -4575,16 +4575,14 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
 
 class Reading:
-    """A prompt that the server reads before the request that will begin with it has come.
-
-    `path` and `body` are those of a request whose last turn is a placeholder."""
+    """A request of kvproxy's own, with which the server reads a prompt before the client's request
+    that will begin with it has come. Its last turn is a placeholder, its answer one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
         self.sock: socket.socket | None = None
-        self.closed = False
-        self.held = 0  # clients' requests that wait for it
-        self.done = threading.Event()  # the server has answered, or will not
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
 
     def opened(self, sock: socket.socket) -> bool:
         """Take the connection; False when the reading was given up before there was one."""
@@ -4625,10 +4623,8 @@ class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
     real turn needs them. At most one reading is under way, and clients' requests go first: hold()."""
 
-    FIRST_WAIT, AWAY_WAIT = (
-        1.0,
-        5.0,
-    )  # seconds of quiet before the first try, and between looks at the server
+    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
     HOLD_LOOK = 0.02  # seconds between two looks at a reading that a request waits for
 
@@ -4642,7 +4638,7 @@ class Warmup:
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.gate = threading.Lock()  # of `reading` and its `held`
+        self.gate = threading.Lock()  # held while a reading begins
         self.reading: Reading | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
@@ -4780,40 +4776,29 @@ class Warmup:
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
-        """Called when a client's request is ready to be forwarded. If it begins with what the server
-        is reading, hold it until that is read: after a cancel the server would notice that late,
-        and read all of it once more in another slot. Any other request that needs the model ends
-        the reading at once, unless another client's waits for it.
+        """Called when a client's request is about to be forwarded.
 
-        `wait(seconds)` waits at most so long. Raises ClientGone when it does."""
+        If it begins with the prompt that the server is reading, it is held until that has been
+        read: the server would notice a cancel late, and read everything again in another slot. Any
+        other request that needs the model ends the reading at once, unless some client waits for
+        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
         request = exchange.request
         if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
             return
-        begins, view = False, exchange.view
+        path, view = request.path.split("?")[0], exchange.view
         with self.gate:
             reading = self.reading
-        if reading is not None and view is not None:
-            begins = reading.begins(request.path.split("?")[0], view)
-        if reading is None or not begins:
-            self.let_go(reading)
+        if reading is None:
             return
-        with self.gate:
-            reading.held += 1
-        try:
+        if view is not None and reading.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
-            while not (reading.done.is_set() or reading.closed) and time.monotonic() < until:
-                wait(self.HOLD_LOOK)
-        finally:
-            with self.gate:
-                reading.held -= 1
-        if not reading.done.is_set():  # READ_TIMEOUT is over, or the proxy stops
-            self.let_go(reading)
-
-    def let_go(self, reading: Reading | None) -> None:
-        """End a reading that no client waits for."""
-        with self.gate:
-            wanted = reading is None or reading.held
-        if reading is not None and not wanted:
+            reading.waiting.add(exchange)
+            try:
+                while not reading.closed and time.monotonic() < until:
+                    wait(self.HOLD_LOOK)
+            finally:
+                reading.waiting.discard(exchange)
+        if not reading.waiting:
             reading.close()
 
     def run(self) -> None:
@@ -4883,9 +4868,7 @@ class Warmup:
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            with self.gate:
-                self.reading = None
-            reading.done.set()
+            self.reading, reading.closed = None, True
 
 
 # ==================================================================================================

@@ -11773,7 +11773,7 @@ class WarmReading:
     def wait_for_held(self, count: int) -> None:
         def held() -> int:
             reading = self.rig.proxy.warmup.reading
-            return reading.held if reading else 0
+            return len(reading.waiting) if reading else 0
 
         wait_for(lambda: held() == count, f"{count} held requests")
 
@@ -11963,7 +11963,7 @@ def test_warmup_is_read_once_with_any_number_of_slots(
         target=lambda: answers.append(one.post(PATHS["chat"], warm_ann("chat")))
     )
     client.start()
-    wait_for(lambda: (reading := one.proxy.warmup.reading) and reading.held, "the hold")
+    wait_for(lambda: (reading := one.proxy.warmup.reading) and reading.waiting, "the hold")
     server.go_on.set()
     client.join(PATIENCE)
     assert answers[0].status == 200 and len(server.read) == 1
