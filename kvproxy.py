@@ -4626,13 +4626,12 @@ class Warmup:
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
+    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
     HOLD_LOOK = 0.02  # seconds between two looks at a reading that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
-        self.path = self.config.warmup_file and os.path.realpath(
-            os.path.expanduser(self.config.warmup_file)
-        )
+        self.path = os.path.expanduser(self.config.warmup_file)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
@@ -4687,10 +4686,8 @@ class Warmup:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
-                view = (
-                    view_of(head["body"], dialect) if dialect is not None and not counting else None
-                )
-                if view is None:
+                view = view_of(head["body"], dialect) if dialect is not None else None
+                if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
                     with replay.store.lock:
@@ -4698,14 +4695,7 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except self.BAD_FILE as error:
             self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
@@ -4727,21 +4717,17 @@ class Warmup:
             return
         body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        body.update(
-            {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
-        )
+        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
+        body["stream"] = False
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        key = digest(view.dialect.name, dump(body)).hex()
-        self.keys = {
-            name: found
-            for name in ("authorization", "x-api-key")
-            if (found := exchange.request.get(name))
-        }
+        ident = digest(view.dialect.name, dump(body)).hex()
+        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
+        self.keys = {name: key for name, key in keys.items() if key}
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
-            self.due.pop(key, None)  # the client itself had it read
-            if key != newest and self.path:
+            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.due.pop(ident, None)  # the client itself had it read
+            if ident != newest and self.path:
                 self.save()
 
     def save(self) -> None:
@@ -4931,11 +4917,7 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {
-    "extended": "good",
-    "rewritten": "bad",
-    "lost": "bad",
-}  # of verdicts; all others are neither
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # all other verdicts are neither
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -4996,31 +4978,28 @@ class Pages:
             )
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not is_loopback(peer) or not self.same_site(request):
-            return self.error(403, "Prompts are shown on this machine only.")
-        if any(FORWARDED.match(name) for name, _ in request.headers):
-            why = "this request came through a web server."
-            return self.error(403, f"Prompts are shown on this machine only; {why}")
+        if not self.shows_prompts(request, peer):
+            why = "Prompts are shown on this machine only, and not through a web server."
+            return self.error(403, why)
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:
-            kept = {
-                f"/kvproxy/requests/{exchange.number}": exchange
-                for exchange in self.proxy.metrics.recent
-            }
+            recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(
-                200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
-            )
-        if path in kept:
-            return self.detail(kept[path])
+            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        for exchange in recent:
+            if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def same_site(self, request: Request) -> bool:
-        """Whether no page of another site asks: browsers tell where a request comes from."""
-        origin = request.get("origin")
+    def shows_prompts(self, request: Request, peer: str) -> bool:
+        """Whether a request comes from this machine, and not from a page of another site: browsers
+        tell where a request comes from."""
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
+        forwarded = any(FORWARDED.match(name) for name, _ in request.headers)
+        same_site = ours and site in ("", "none", "same-origin")
+        return is_loopback(peer) and same_site and not forwarded
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -5032,6 +5011,7 @@ class Pages:
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
         verdict, usage = exchange.verdict, exchange.usage
+        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
         return {
             "number": exchange.number,
             "time": exchange.time,
@@ -5043,9 +5023,7 @@ class Pages:
             "report": dataclasses.asdict(exchange.report),
             "usage": {**dataclasses.asdict(usage), "read": usage.read()},
             "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1)
-            if exchange.begun
-            else None,
+            "first_byte_ms": first_byte if exchange.begun else None,
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
@@ -5093,36 +5071,26 @@ class Pages:
     # --- the page ---------------------------------------------------------------------------------
 
     def page(self) -> Answer:
+        """The page, complete without its script."""
         nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            parts = {
-                "state": state,
-                "tone": tone,
-                "hint": hint,
-                "facts": self.facts(),
-                "chart": self.chart(),
-            }
+            facts, chart = self.facts(), self.chart()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = (
-            "<li>None yet.</li>"
-            if self.proxy.config.keep_requests
-            else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        if not rows:
+            kept = self.proxy.config.keep_requests
+            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
+        settings, version = self.settings(), __version__
+        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
+        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
+        page = PAGE % dict(zip(names, values, strict=True))
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
+            " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
-        parts |= {
-            "rows": rows or none,
-            "settings": self.settings(),
-            "nonce": nonce,
-            "version": __version__,
-        }
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
-        policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        headers = [
-            (b"Content-Security-Policy", policy.encode()),
-            (b"X-Content-Type-Options", b"nosniff"),
-        ]
+        headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -5130,39 +5098,29 @@ class Pages:
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
-            return (
-                f"The model server {words} ({last.status})",
-                "bad",
-                last.fault or "It may be loading its model.",
-            )
+            hint = last.fault or "It may be loading its model."
+            return f"The model server {words} ({last.status})", "bad", hint
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         if metrics.judged and not metrics.points:
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
-            return (
-                "No prompt yet",
-                "fair",
-                "Set your agent's base URL to this address and send something.",
-            )
+            hint = "Set your agent's base URL to this address and send something."
+            return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
         firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            return (
-                f"{firsts}, nothing to reuse so far",
-                "fair",
-                "Nothing can be reused until a conversation goes on.",
-            )
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
         left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
         hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        example = next(
-            (f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), ""
-        )
-        hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
+        hint += f" {metrics.cause('cold').capitalize()}."
+        lines = [verdict.line() for verdict in verdicts if verdict.line()]
+        hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
     def facts(self) -> str:
@@ -5187,13 +5145,9 @@ class Pages:
     def chart(self) -> str:
         """Bars, and a label that tells screen readers what they show. Text stands beside the
         drawing, which stretches."""
-        points = self.proxy.metrics.points
+        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
-            reason = (
-                "The server reports no numbers."
-                if self.proxy.metrics.judged
-                else "Nothing to show yet."
-            )
+            reason = "The server reports no numbers." if judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
         bars = ""
         for place, (when, share, name) in enumerate(points):
@@ -5225,10 +5179,8 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side, tone = (
-                f" ({verdict.side} request)" if verdict.side else "",
-                TONES.get(verdict.name, ""),
-            )
+            side = f" ({verdict.side} request)" if verdict.side else ""
+            tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
@@ -5238,16 +5190,14 @@ class Pages:
         )
 
     def settings(self) -> str:
+        """Every setting, with the value in force."""
         rows = ""
         for name, _, meaning in Config.table():
             value = getattr(self.proxy.config, name.lower())
-            value = (
-                "  ".join(value)
-                if isinstance(value, tuple)
-                else int(value)
-                if isinstance(value, bool)
-                else value
-            )
+            if isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, tuple):
+                value = "  ".join(value)
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
@@ -5432,21 +5382,8 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = (
-    "box",
-    "reads",
-    "file",
-    "writes",
-    "patch",
-    "server",
-    "tests",
-    "fail",
-    "look",
-    "line",
-    "again",
-    "with",
-    "its",
-)
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
+         "its")  # fmt: skip
 
 
 def filler(count: int, seed: int) -> str:
@@ -5486,15 +5423,9 @@ def play(
     project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
-        meta = {
-            "schema": "openclaw.inbound_meta.v1",
-            "message_id": ident,
-            "sender_id": "user-1",
-            "channel": "webchat",
-        }
-        block = (
-            f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
-        )
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
+        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
@@ -5502,25 +5433,12 @@ def play(
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
         messages = [{"role": "system", "content": system}, *history]
-        body = {
-            "model": "local",
-            "messages": messages,
-            "stream": True,
-            "max_tokens": 16,
-            "temperature": 0,
-        }
-        answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        rows.append(
-            {
-                "turn": turn,
-                "prompt": usage.prompt,
-                "read": usage.read(),
-                "reused": usage.cached,
-                "ms": ms,
-            }
-        )
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
+        rows.append({**row, "ms": ms})
         say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
@@ -5533,36 +5451,26 @@ def compare(
     mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
     straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
     say("")
-    quiet: Json = {
-        "warmup_file": "",
-        "keepalive_seconds": 0,
-        "capture_file": "",
-        "log_level": "error",
-    }
-    with Proxy(
-        dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    ) as proxy:
+    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
+    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
+    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
+    with Proxy(ours) as proxy:
         through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        print(
-            json.dumps(
-                {"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}
-            )
-        )
+        runs = {"simulated": simulated, "straight": straight, "through": through}
+        print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
     for pair in zip(straight, through, strict=True):
-        cells = [
-            ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair
-        ]
-        print(
-            f"{pair[0]['turn']:>5} | "
-            + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells)
-        )
+        line = f"{pair[0]['turn']:>5}"
+        for row in pair:
+            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
+        print(line)
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
@@ -5576,35 +5484,28 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(
-            f"{message['role']}: {message['content']}" for message in body["messages"]
-        )
+        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+        prompt = "\n".join(turns)
         cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
         self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {
-            "cache_n": cached,
-            "prompt_n": read,
-            "prompt_ms": read * self.MS,
-            "predicted_n": 2,
-        }
+        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(
-            b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
-        )
+        for event in (dump(answer), dump(end), b"[DONE]"):
+            self.wfile.write(b"data: " + event + b"\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class SimulatedHost(
-    socketserver.ThreadingTCPServer
-):  # HTTPServer would ask DNS for this machine's name
+class SimulatedHost(socketserver.ThreadingTCPServer):
+    """HTTPServer would ask DNS for this machine's name."""
+
     daemon_threads = True
     slot = ""
 
@@ -5612,21 +5513,15 @@ class SimulatedHost(
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
+        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
         print(
-            "An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes"
+            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
         )
-        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
     with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(
-                args,
-                Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"),
-                True,
-                lambda line: None,
-            )
+            compare(args, simulated, True, lambda line: None)
         finally:
             server.shutdown()
     if not args.json:
@@ -5642,18 +5537,13 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().wire.close()
     except OSError as error:
-        print(
-            f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.",
-            file=sys.stderr,
-        )
+        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
+        print(told, file=sys.stderr)
         return 1
     total = args.tokens * (args.turns + 1)
-    say(
-        f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy."
-    )
-    say(
-        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens."
-    )
+    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
+    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
+    say(f"first should: {total:,} tokens.")
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), False, say)
@@ -5669,27 +5559,21 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(
-            f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL."
-        )
+        print(f"No model server answers at {backend.name()}.")
+        print(f"Is it running? {USUAL_PORTS} Set BACKEND_URL.")
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        print(
-            "Set API_KEY and try again."
-            if "key" in found["state"]
-            else "Try again when it is ready."
-        )
+        wants_key = "key" in found["state"]
+        print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     advice = []
     status, rows = backend.ask("/slots")
     if status != 200 or not isinstance(rows, list):
-        reason = (
-            "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
-        )
-        print(
-            f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it"
-        )
+        wants_key = status in (401, 403)
+        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
+        print(f"prompt cache: the server does not tell, {reason};")
+        print("a run of `python kvproxy.py bench` shows it")
     elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
@@ -6074,38 +5958,33 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(run=command_serve)
-    for name, run, text in (
-        ("serve", command_serve, "listen and forward (the default)"),
-        ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
-        (
-            "bench",
-            command_bench,
-            "measure the effect on the server at BACKEND_URL (API_KEY: its key)",
-        ),
-        ("inspect", command_inspect, "explain a capture or a llama-server log"),
-        (
-            "check",
-            command_check,
-            "tell what the backend is and what hurts its cache (API_KEY: its key)",
-        ),
-    ):
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            tokens = 6000 if name == "demo" else 16000
-            command.add_argument(
-                "--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]"
-            )
-            command.add_argument(
-                "--turns", type=positive, default=5, help="turns of the conversation [%(default)s]"
-            )
+            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in numbers.items():
+                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
+            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log"),
+    "check": (
+        command_check,
+        "tell what the backend is and what hurts its cache (API_KEY: its key)",
+    ),
+}
 
 
 def positive(text: str) -> int:
@@ -6117,9 +5996,8 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    if reconfigure := getattr(
-        sys.stdout, "reconfigure", None
-    ):  # texts may hold what its encoding does not
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
     args = build_parser().parse_args(argv)
     try:
