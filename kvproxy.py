@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the kvproxy authors
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
 their prompts.
 
 One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
 
     python kvproxy.py demo                                      see what it does; needs no server
-    BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py         serve on 127.0.0.1:1234
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
     python kvproxy.py --help                                    every command and setting
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
@@ -31,6 +35,12 @@ To use it from a program (importing starts nothing and reads no environment):
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    sys.exit(TOO_OLD % sys.version_info[:2])
+
 import argparse
 import array
 import bisect
@@ -39,6 +49,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import difflib
 import errno
 import functools
 import glob
@@ -56,13 +67,13 @@ import os
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
 import stat
 import statistics
 import struct
-import sys
 import textwrap
 import threading
 import time
@@ -70,7 +81,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 try:
     import ssl
@@ -273,7 +284,14 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     if isinstance(item.default, (int, float)):
         with contextlib.suppress(ValueError):
             return type(item.default)(text)
+    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
+        return "http://" + text
     return text.lower() if "choices" in item.metadata else text
+
+
+BARE_URL = re.compile(
+    r"(?:localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-fA-F:.]+\])(?::\d+)?(?:/.*)?", re.ASCII
+)
 
 
 def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -285,6 +303,35 @@ def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple
             _check(item, name, (text,), text)
             found.append((int(match[1] or 1), name, text))
     return tuple(text for _, _, text in sorted(found))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    for item in dataclasses.fields(Config):
+        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+        if re.fullmatch(item.name.upper() + more, name):
+            return True
+    return False
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
+    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        for name in names if not is_setting(variable) else ():
+            if bare == name or one_edit(bare, name):
+                yield variable, name
+
+
+def one_edit(a: str, b: str) -> bool:
+    """Whether two words differ in one letter, or in the order of two neighbours."""
+    at = common_prefix(a, b)
+    a, b = a[at:], b[at:]
+    return a != b and (
+        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+    )
 
 
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
@@ -4421,7 +4468,7 @@ class Capture:
 
     def open(self) -> None:
         """Open the file, if one is wanted. Raises OSError."""
-        if not self.path:
+        if not self.path or self.file is not None:
             return
         path = os.path.expanduser(self.path)
         self.file = open_private(path, "a")
@@ -4505,7 +4552,7 @@ class Capture:
             if isinstance(value, list):
                 waiting += value
             for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_MEMBER.fullmatch(name) and member is not None:
+                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
                     value[name] = "***"
                 elif name not in PROMPT_MEMBERS:
                     waiting.append(member)
@@ -4925,29 +4972,13 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    (
-        "kvproxy_prompt_tokens_total",
-        "state",
-        "Prompt tokens as the server reported them, reused or read.",
-    ),
-    (
-        "kvproxy_saved_seconds_total",
-        lambda on: on.metrics.saved,
-        "Estimated seconds of reading that reuse saved.",
-    ),
-    (
-        "kvproxy_hit_ratio",
-        lambda on: on.metrics.hit_rate(),
-        "Share of prompt tokens reused over the last 20 requests.",
-    ),
+    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
+    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
-    (
-        "kvproxy_start_time_seconds",
-        lambda on: on.metrics.since,
-        "When the proxy started, in seconds since the epoch.",
-    ),
+    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
 # Headers with which a web server in front tells that a request is somebody else's.
@@ -5310,8 +5341,8 @@ def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, in
         yield from ((" ", at, 0) for at in range(end, shown))
 
 
-def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Where two lists of hashed lines differ, as (start, end) in the one and in the other.
+def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
+    """Where two lists of hashed lines differ.
 
     A patience diff, in n log n: lines that stand once in each list align the two, as many of them as
     follow one another in both; between two of those, whatever is not equal at the ends has changed."""
@@ -5925,8 +5956,11 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host}"
-        print(f"{where} cannot be used: {error}. Set LISTEN_PORT or LISTEN_HOST.", file=sys.stderr)
+        why = error.strerror or error
+        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
         return 1
+    for name, wanted in misspelt(os.environ):
+        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     with contextlib.suppress(KeyboardInterrupt):
         for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
             if hasattr(signal, name):
@@ -5946,20 +5980,84 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.listen_port}"
+    there = urllib.parse.urlsplit(url)
+    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
+    owner = str(members(next(iter(models), None)).get("owned_by"))
+    if owner in OWNERS:
+        line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
+        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
+def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The settings among a command line's words (NAME=value), and the other words. Raises ConfigError
+    for a word that is neither setting nor command nor option."""
+    settings, others = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
+            if not is_setting(name.upper()):
+                raise ConfigError(f"{name} is no setting{nearest(name)}")
+            settings[name.upper()] = value
+        else:
+            others.append(word)
+    for word in others:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
+            raise ConfigError(f"{option} is no option{nearest(option)}")
+    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
+        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
+    return settings, others
+
+
+def nearest(word: str) -> str:
+    """The command or setting that a word is most like, as the end of a sentence."""
+    if "://" in word or BARE_URL.fullmatch(word):
+        return f"; write BACKEND_URL={word}"
+    name = word.strip("-").replace("-", "_").upper()
+    settings = [item.name.upper() for item in dataclasses.fields(Config)]
+    found = [setting for setting in settings if name == setting or name in setting.split("_")]
+    if not found:
+        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
+        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
+    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    return (f"; nearest: {told}" if told else "") + "; --help lists all"
+
+
+OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    lines = ["settings (environment variables):"]
+    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, 118, subsequent_indent=" " * 21))
-    parser = argparse.ArgumentParser(
+        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
+    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
+    parser = Parser(
         prog="kvproxy.py",
-        description="Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts.",
+        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
+        description=textwrap.fill(about, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
     parser.set_defaults(run=command_serve)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -5999,9 +6097,10 @@ def main(argv: list[str] | None = None) -> int:
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
-    args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args, Config.from_env(os.environ)))
+        settings, words = read_words(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
+        return int(args.run(args, Config.from_env({**os.environ, **settings})))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

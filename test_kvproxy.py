@@ -745,6 +745,178 @@ def test_scrub_bad_value_as_a_user_sees_it() -> None:
     assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
 
 
+# --- the command line -----------------------------------------------------------------------------
+
+
+def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
+    """The settings that a command gets from a command line."""
+    seen: list[Config] = []
+    monkeypatch.setitem(
+        kvproxy.COMMANDS, "check", (lambda args, config: len(seen.append(config) or ""), "")
+    )
+    assert kvproxy.main(list(words)) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["BACKEND_URL=http://127.0.0.1:9", "LISTEN_PORT=1235", "STRIP_REGEX_2=a=b", "check"],
+        ["check", "BACKEND_URL=127.0.0.1:9", "listen_port=1235", "STRIP_REGEX=a=b"],
+        ["LISTEN_PORT=1235", "check", "backend_url=http://127.0.0.1:9", "STRIP_REGEX=a=b"],
+    ],
+)
+def test_config_settings_as_words(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """In front of a command or behind it; they win over the environment."""
+    monkeypatch.setenv("LISTEN_PORT", "5")
+    monkeypatch.setenv("REPLAY_MB", "7")
+    config = config_seen(monkeypatch, *words)
+    assert (config.listen_port, config.replay_mb) == (1235, 7)
+    assert config.backend_url == "http://127.0.0.1:9" and config.strip_regex == ("a=b",)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:8080", "http://127.0.0.1:8080"),
+        ("box.lan", "http://box.lan"),
+        ("localhost:9/prefix", "http://localhost:9/prefix"),
+        ("[::1]:8080", "http://[::1]:8080"),
+        ("https://box:1/v1", "https://box:1/v1"),
+    ],
+)
+def test_config_backend_without_http(text: str, url: str) -> None:
+    assert Config.from_env({"BACKEND_URL": text}).backend_url == url
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port", "1235"], "--port is no option; nearest: LISTEN_PORT=...;"),
+        (["--listen-port=1235"], "nearest: LISTEN_PORT=...;"),
+        (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
+        (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
+        (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
+        (["serv"], "'serv' is no command and no setting; nearest: serve;"),
+        (["inspekt", "file"], "nearest: inspect;"),
+        (["LISTEN_PROT=1"], "LISTEN_PROT is no setting; nearest: LISTEN_PORT=..."),
+        (["demo", "LISTENPORT=1"], "nearest: LISTEN_PORT=..."),
+        (["XYZZY=1"], "XYZZY is no setting; --help"),
+        (["LISTEN_PORT=x"], "LISTEN_PORT='x': must be a whole number"),
+        (["serve", "more"], "more"),
+        (["inspect"], "FILE"),
+        (["bench", "--turns", "0"], "--turns: must be at least 1"),
+        (["demo", "--tokens"], "--tokens"),
+    ],
+)
+def test_config_word_that_means_nothing(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, with the names that come nearest."""
+    try:
+        status: Any = kvproxy.main(words)
+    except SystemExit as left:
+        status = left.code
+    shown = capsys.readouterr()
+    assert (status, shown.out, shown.err.count("\n")) == (2, "", 1)
+    assert shown.err.startswith("kvproxy: ") and told in shown.err
+
+
+def test_config_file_to_inspect_may_hold_an_equals_sign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run=5.log"
+    path.write_text("nothing\n")
+    assert kvproxy.main(["inspect", str(path)]) == 1
+    assert "No request was recognised" in capsys.readouterr().out
+
+
+def test_config_misspelt_variables() -> None:
+    near = {
+        "BACKEND_ULR": "BACKEND_URL",
+        "BACKENDURL": "BACKEND_URL",
+        "LISTEN_PORTS": "LISTEN_PORT",
+        "LISTEN_HORT": "LISTEN_HOST",
+        "listen_prt": "LISTEN_PORT",
+        "KVPROXY_LOG_FILE": "LOG_FILE",
+    }
+    right = ("BACKEND_URL", "STRIP_REGEX_2", "PATH", "HOME", "PORT", "URL", "SCRUBBER", "LANG", "X")
+    found = dict(kvproxy.misspelt([*near, *right]))
+    assert found == {**near, "LISTEN_HORT": found["LISTEN_HORT"]}
+    assert found["LISTEN_HORT"] in ("LISTEN_HOST", "LISTEN_PORT")  # one letter from both
+
+
+def test_config_misspelt_variable_is_told_at_the_start() -> None:
+    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_ULR": "http://127.0.0.1:9"}
+    command = [sys.executable, str(SOURCE), "BACKEND_URL=http://127.0.0.1:9"]
+    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        line = next(line for line in process.stderr if "BACKEND_ULR" in line)
+        assert "is BACKEND_URL meant?" in line
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_config_old_pythons_can_read_the_file() -> None:
+    """As far as to tell that they are too old."""
+    import ast
+
+    ast.parse(SOURCE.read_text("ascii"), feature_version=(3, 8))
+    for name in ("python3.8", "python3.9"):
+        ended = subprocess.run([shutil.which(name) or sys.executable, "-c", "import sys; print(sys.version_info[1])"],
+                               check=False, capture_output=True, text=True)  # fmt: skip
+        if ended.stdout.strip() in ("8", "9"):
+            ended = subprocess.run([name, str(SOURCE)], check=False, capture_output=True, text=True)
+            assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+            assert "needs Python 3.10 or newer" in ended.stderr
+
+
+def test_config_script_metadata() -> None:
+    """As PEP 723 has it, so that `uv run kvproxy.py` brings a Python."""
+    found = re.findall(
+        r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$",
+        SOURCE.read_text("ascii"),
+    )
+    ((kind, content, *_),) = found
+    assert kind == "script"
+    assert content == '# requires-python = ">=3.10"\n# dependencies = []\n'
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 200])
+def test_config_help_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        kvproxy.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= max(70, min(columns, 118))
+
+
+@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other"])
+def test_config_taken_port_tells_by_whom(rig: Callable[..., Rig], owner: str) -> None:
+    owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
+
+    def script(link: Link, seen: Seen) -> None:
+        if not seen.target.startswith("/v1/models"):
+            return link.reply({"error": "what?"}, 404)
+        link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
+
+    one = rig(script if owner != "kvproxy" else None)
+    port = one.port if owner == "kvproxy" else one.server.port
+    ended = scrub_command(LISTEN_PORT=str(port), BACKEND_URL="http://127.0.0.1:9")
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    if owner == "kvproxy":
+        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in ended.stderr
+    elif owner == "other":
+        assert "Set LISTEN_PORT" in ended.stderr
+    else:
+        line = f"python kvproxy.py BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
+        assert f"{owner} has it." in ended.stderr and line in ended.stderr
+
+
 def test_scrub_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
