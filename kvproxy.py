@@ -43,7 +43,6 @@ if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, t
 
 import argparse
 import array
-import bisect
 import codecs
 import collections
 import contextlib
@@ -213,7 +212,7 @@ class Config:
     log_level: str = setting(
         "info", "how much is logged", choices=("debug", "info", "warning", "error")
     )
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -5259,7 +5258,7 @@ DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
 DIFF_CONTEXT = 2  # unchanged lines around a change
 JSON_TOKEN = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
 STRING_TOKEN = re.compile(
-    rb'([^"\\]+)|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
+    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
     re.DOTALL,
 )
 
@@ -5275,13 +5274,11 @@ def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
             if codes:  # written as the characters themselves, but for those that JSON must escape
                 told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
                 text = told.encode("utf-8", "surrogatepass")
-            elif escaped:
-                text = b"/" if escaped == b"/" else b"\\" + escaped
             if escaped == b"n":
                 yield bytes(line)
                 line.clear()
             else:
-                line += text or quote
+                line += text or escaped or quote
             within = not quote
             continue
         value, mark = found.groups()
@@ -5344,8 +5341,8 @@ def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, in
 def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
     """Where two lists of hashed lines differ.
 
-    A patience diff, in n log n: lines that stand once in each list align the two, as many of them as
-    follow one another in both; between two of those, whatever is not equal at the ends has changed."""
+    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
+    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
     thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
     places: list[dict[int, int]] = []
     for lines in (before, after):
@@ -5354,23 +5351,14 @@ def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
             if line % thin == 0:
                 found[line] = -1 if line in found else at
         places.append(found)
-    pairs = [(at, places[1].get(line, -1)) for line, at in places[0].items() if at >= 0]
-    pairs = sorted(pair for pair in pairs if pair[1] >= 0)
-    # The longest list of pairs that ascends in both, by patience sorting.
-    tops: list[int] = []
-    heads: list[int] = []
-    below: list[int] = []
-    for number, (_, at) in enumerate(pairs):
-        pile = bisect.bisect_left(tops, at)
-        below.append(heads[pile - 1] if pile else -1)
-        tops[pile : pile + 1], heads[pile : pile + 1] = [at], [number]
-    anchors = [(len(before), len(after))]
-    number = heads[-1] if heads else -1
-    while number >= 0:
-        anchors.append(pairs[number])
-        number = below[number]
+    old, new = places
+    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
+    new_order = sorted(order, key=new.__getitem__)
+    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
+    same = [line for start, _, size in blocks for line in order[start : start + size]]
+    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
     changes, at, new_at = [], 0, 0
-    for end, new_end in reversed(anchors):
+    for end, new_end in anchors:
         stop, new_stop = end, new_end
         while at < stop and new_at < new_stop and before[at] == after[new_at]:
             at, new_at = at + 1, new_at + 1
