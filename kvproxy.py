@@ -288,9 +288,8 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     return text.lower() if "choices" in item.metadata else text
 
 
-BARE_URL = re.compile(
-    r"(?:localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-fA-F:.]+\])(?::\d+)?(?:/.*)?", re.ASCII
-)
+# A host (a name, an address) with a port, and perhaps a path.
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
 
 
 def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -4605,19 +4604,29 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # it could not be opened anew
-            self.handleError(record)
+        except OSError as fault:  # it could not be opened anew
+            self.tell(fault)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as fault:
+            self.tell(fault)
 
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
-        if not isinstance(fault, OSError):
+        if isinstance(fault, OSError):
+            self.tell(fault)
+        else:
             super().handleError(record)
-        elif not self.told:
+
+    def tell(self, fault: OSError) -> None:
+        """Tell of a fault once, where somebody may see it."""
+        if not self.told:
             self.told = True
+            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
             with contextlib.suppress(OSError):
-                print(
-                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
-                )
+                print(line, file=sys.stderr)
 
 
 class Reading:
