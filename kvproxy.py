@@ -4629,9 +4629,9 @@ class LogFile(logging.handlers.WatchedFileHandler):
                 print(line, file=sys.stderr)
 
 
-class Reading:
-    """A request of kvproxy's own, with which the server reads a prompt before the client's request
-    that will begin with it has come. Its last turn is a placeholder, its answer one token."""
+class Prefill:
+    """A request of kvproxy's own that has the server read a prompt before the client's request comes
+    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
@@ -4640,7 +4640,7 @@ class Reading:
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
 
     def opened(self, sock: socket.socket) -> bool:
-        """Take the connection; False when the reading was given up before there was one."""
+        """Take the connection; False when it was given up before there was one."""
         self.sock = sock
         return not self.closed
 
@@ -4676,13 +4676,13 @@ def front_members(body: Json) -> Json:
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them. At most one reading is under way, and clients' requests go first: hold()."""
+    real turn needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
     BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-    HOLD_LOOK = 0.02  # seconds between two looks at a reading that a request waits for
+    HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
@@ -4692,17 +4692,19 @@ class Warmup:
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.gate = threading.Lock()  # held while a reading begins
-        self.reading: Reading | None = None
+        self.gate = threading.Lock()  # held while a prefill begins
+        self.prefill: Prefill | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
     def enabled(self) -> bool:
+        """Whether a setting asks for it."""
         return bool(self.config.warmup_file or self.config.keepalive_seconds)
 
     def start(self) -> None:
+        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
         if self.enabled():
             self.load()
@@ -4711,11 +4713,12 @@ class Warmup:
             self.thread.start()
 
     def stop(self) -> None:
+        """End the thread, in the middle of a prefill as well."""
         self.over.set()
         with self.gate:
-            reading = self.reading
-        if reading is not None:
-            reading.close()
+            prefill = self.prefill
+        if prefill is not None:
+            prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
@@ -4821,26 +4824,26 @@ class Warmup:
 
         If it begins with the prompt that the server is reading, it is held until that has been
         read: the server would notice a cancel late, and read everything again in another slot. Any
-        other request that needs the model ends the reading at once, unless some client waits for
+        other request that needs the model ends the prefill at once, unless some client waits for
         it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
         request = exchange.request
         if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
             return
         path, view = request.path.split("?")[0], exchange.view
         with self.gate:
-            reading = self.reading
-        if reading is None:
+            prefill = self.prefill
+        if prefill is None:
             return
-        if view is not None and reading.begins(path, view):
+        if view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
-            reading.waiting.add(exchange)
+            prefill.waiting.add(exchange)
             try:
-                while not reading.closed and time.monotonic() < until:
+                while not prefill.closed and time.monotonic() < until:
                     wait(self.HOLD_LOOK)
             finally:
-                reading.waiting.discard(exchange)
-        if not reading.waiting:
-            reading.close()
+                prefill.waiting.discard(exchange)
+        if not prefill.waiting:
+            prefill.close()
 
     def run(self) -> None:
         wait = self.FIRST_WAIT
@@ -4874,7 +4877,7 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(Reading(head["path"], head["body"]))
+            status = self.send(Prefill(head["path"], head["body"]))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -4886,30 +4889,30 @@ class Warmup:
             with self.guard:
                 self.due.pop(key, None)
 
-    def send(self, reading: Reading) -> int:
+    def send(self, prefill: Prefill) -> int:
         """Have the server read a prompt; returns the status, 0 without an answer."""
         with self.gate:
             if self.proxy.running or self.over.is_set():
-                return 0  # a request that comes later than this finds `reading` in hold()
-            self.reading = reading
+                return 0  # a request that comes later than this finds `prefill` in hold()
+            self.prefill = prefill
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
             connection = http_connection(url, self.config.connect_timeout, tls=tls)
             with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                if not reading.opened(connection.sock):
+                if not prefill.opened(connection.sock):
                     return 0
-                target = under(url, reading.path.encode()).decode()
+                target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request("POST", target, dump(reading.body), headers)
+                connection.request("POST", target, dump(prefill.body), headers)
                 response = connection.getresponse()
                 response.read()
                 return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            self.reading, reading.closed = None, True
+            self.prefill, prefill.closed = None, True
 
 
 # ==================================================================================================
