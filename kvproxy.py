@@ -2073,57 +2073,48 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
         name: name for name in ("cache_n", "prompt_n", "prompt_ms")
     },  # llama.cpp's result_timings::to_json
 }
-# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse
-# of the whole.
-NUMBERS = [
-    re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")
-]
-BRACKETS = re.compile(
-    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
-)  # and strings, whose brackets do not count
+USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
+USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(*windows: bytes) -> Usage:
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE
-    lines count."""
+    `first` is the whole of it, or its first bytes, and `last` its last ones."""
     found: dict[str, float] = {}
-    windows = tuple(window for window in windows if window)
-    for window in windows:
+    for window in (first, last) if last else (first,):
         text = window.decode("latin-1")  # all that matters is ASCII
         streamed = text.startswith("data:") or "\ndata:" in text
-        for pattern in NUMBERS:
-            matches = list(pattern.finditer(text))
-            for match in (
-                matches[:4] + matches[4:][-8:]
-            ):  # servers that report in every event report running totals
-                end = text.find("\n", match.end()) if streamed else -1
-                if end < 0 and window is not windows[-1]:
-                    continue  # cut off
-                with contextlib.suppress(ValueError, RecursionError):
-                    value, rest = value_at(text, match.end())
-                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
-                        read_numbers(found, {match[1]: value})
+        lines = (
+            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
+            if streamed
+            else [text]
+        )
+        whole = window is (last or first)  # else its last line may be cut off
+        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    event = json.loads(line.removeprefix("data:"))
+                except ValueError:
+                    event = last_members(line) if whole else {}
+                for part in (event, members(event).get("response"), members(event).get("message")):
+                    numbers = members(part)
+                    named = {key: numbers.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
     return settled(found)
 
 
-def outermost(rest: list[str]) -> bool:
-    """Whether what stands before these brackets is a member of an answer, or of the one object in
-    an event: in a list, or deeper, the model wrote it (a tool call's input is no string in
-    /v1/messages)."""
-    opened = closed = 0
-    for token in rest:
-        if token in ("{", "["):
-            opened += 1
-        elif token in ("}", "]") and opened:
-            opened -= 1
-        elif token == "]":
-            return False
-        elif token == "}":
-            closed += 1
-    return closed in (1, 2)
+def last_members(text: str) -> Json:
+    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
+    in a list, or deeper than in the one object of an event, was written by the model."""
+    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            tail = text[match.start() :]
+            inner, end = value_at("{" + tail)
+            rest = tail[end - 1 :].strip()
+            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
+    return {}
 
 
 def read_numbers(found: dict[str, float], numbers: Json) -> None:
@@ -2214,6 +2205,11 @@ class Segment(NamedTuple):
     text: str
 
 
+# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts are
+# compared as a whole where that takes one pass.
+SEGMENTS = 4096  # of a prompt; those behind count as one
+COMPARED = 65536  # characters of two texts whose likeness is judged
+COMPARED_PROMPTS = 32  # prompts, the newest
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 
 
@@ -2234,6 +2230,9 @@ def segments_of(view: View) -> list[Segment]:
         if turn.told is None:
             turn.told = said(turn)
         found.append(Segment(f"turn {number} ({role})", turn.told))
+    if len(found) > SEGMENTS:
+        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
+        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
     return found
 
 
@@ -2275,13 +2274,15 @@ def spelled(value: Any) -> str:
 
 
 def text_size(text: str) -> int:
-    """About the bytes that a string takes in memory."""
-    return 120 + len(text) * (1 if text.isascii() else 3)
+    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
+    393)."""
+    return 70 + sys.getsizeof(text)
 
 
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
+    a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
@@ -2319,7 +2320,7 @@ KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
     ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-    ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+    ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
     ("counter", r"\d+(?:[.,]\d+)*"),
 )
 
@@ -2466,75 +2467,36 @@ class Ledger:
         `lost_at` is when the server was last found away, on the clock of `now`.
         """
         prompt = Prompt(segments, conversation, now)
-        with self.lock:
-            verdict = self.compare(prompt, side, lost_at)
+        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
+            stored = list(self.entries.values())
+            depth = self.depth(prompt)
+            longest = self.entries[self.index[prompt.chain[depth - 1]]] if depth else None
+            ends = depth > 0 and hash((prompt.chain[depth - 1], "end")) in self.index
+            own = self.entries.get(self.latest.get(conversation, 0))
             self.remember(prompt)
-        return verdict
-
-    def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
-        """Find the stored prompt with the longest common prefix, and say where they part and
-        why."""
-        chain, names, texts = prompt.chain, prompt.names, prompt.texts
-        if not self.entries or not chain:
+        if not stored or not prompt.chain:
             return Verdict(side=side)
-        total = sum(map(len, texts)) or 1
-        depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
-        same = sum(map(len, texts[:depth]))
-        entry = self.counterpart(prompt, depth)
-        newer = itertools.takewhile(
-            lambda other: other is not entry, reversed(self.entries.values())
-        )
-        taken = any(other.conversation != prompt.conversation for other in newer)
-        verdict = Verdict(
-            "extended", same / total, side=side, taken=taken, away=entry.time < lost_at
-        )
-        if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
-            return verdict
-        old, new = entry.at(depth, names[depth]), texts[depth]
-        verdict.share = (same + common_prefix(old, new)) / total
-        if old and new.startswith(old) and names[depth].endswith("(prompt)"):
-            return verdict
-        locate_change(verdict, entry, prompt, depth)
-        goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
-        if depth < prompt.first:
-            ours = goes_on and entry.opening() == prompt.opening()
-            rewritten = (
-                ours
-                or verdict.kind == "tool order"
-                or (verdict.kind != "tools changed" and alike(old, new))
-            )
-        else:
-            rewritten = goes_on and (
-                depth > prompt.first or entry.conversation == prompt.conversation
-            )
-        if rewritten and not side:  # a side request has a prompt of its own: no fault
-            verdict.name = "rewritten"
-        else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        entry = own if own is not None and own.shares(prompt, depth) else None
+        if entry is None and depth < len(prompt.chain):
+            entry = closest_prompt(prompt, depth, stored[-COMPARED_PROMPTS:])
+        entry = entry or longest or stored[-1]
+        newer = itertools.takewhile(lambda other: other is not entry, reversed(stored))
+        taken = any(other.conversation != conversation for other in newer)
+        verdict = Verdict("extended", side=side, taken=taken, away=entry.time < lost_at)
+        place(verdict, entry, prompt, depth, ends)
         return verdict
 
-    def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
-        """The entry to compare with, of those that have most in common: this conversation's newest,
-        else one with the same tools, that opens with the same words, that agrees to the furthest
-        line. Only the newest are looked at."""
-        own = self.entries.get(self.latest.get(prompt.conversation, 0))
-        if own is not None and own.shares(prompt, depth):
-            return own
-        newest = itertools.islice(reversed(self.entries.values()), 32)
-        fitting = [entry for entry in newest if entry.shares(prompt, depth)]
-        if depth == len(prompt.chain) or not fitting:
-            return self.entries[self.index[prompt.chain[depth - 1]]]
-        head, opening, new = prompt.names[: prompt.first], prompt.opening(), prompt.texts[depth]
-
-        def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-            prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
-            return (
-                entry.names[: prompt.first] == head,
-                entry.opening() == opening,
-                new.rfind("\n", 0, prefix),
-            )
-
-        return max(fitting, key=agreement)
+    def depth(self, prompt: Prompt) -> int:
+        """How many segments a prompt shares with a stored one. What holds a link of the chain holds
+        all before it."""
+        low, high = 0, len(prompt.chain)
+        while low < high:
+            middle = (low + high) // 2
+            if prompt.chain[middle] in self.index:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -2566,6 +2528,54 @@ class Ledger:
             del self.latest[entry.conversation]
 
 
+def place(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int, ends: bool) -> None:
+    """Say what a prompt has in common with an earlier one, where they part, and why. `ends`: the
+    `depth` segments that they share were all of an earlier prompt."""
+    names, texts = prompt.names, prompt.texts
+    total = sum(map(len, texts)) or 1
+    same = sum(map(len, texts[:depth]))
+    verdict.share = same / total
+    if depth and (depth == len(texts) or ends):
+        return
+    old, new = entry.at(depth, names[depth]), texts[depth]
+    verdict.share = (same + common_prefix(old, new)) / total
+    if old and new.startswith(old) and names[depth].endswith(("(prompt)", "and later")):
+        return
+    locate_change(verdict, entry, prompt, depth)
+    goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
+    if depth < prompt.first:
+        ours = goes_on and entry.opening() == prompt.opening()
+        rewritten = (
+            ours
+            or verdict.kind == "tool order"
+            or (verdict.kind != "tools changed" and alike(old, new))
+        )
+    else:
+        rewritten = goes_on and (depth > prompt.first or entry.conversation == prompt.conversation)
+    if rewritten and not verdict.side:  # a side request has a prompt of its own: no fault
+        verdict.name = "rewritten"
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+
+
+def closest_prompt(prompt: Prompt, depth: int, stored: list[Prompt]) -> Prompt | None:
+    """Of the prompts that share the first `depth` segments the one with the same tools, that opens
+    with the same words, that agrees to the furthest line."""
+    head, opening = prompt.names[: prompt.first], prompt.opening()
+    name, new = prompt.names[depth], prompt.texts[depth][:COMPARED]
+
+    def agreement(entry: Prompt) -> tuple[bool, bool, int]:
+        prefix = common_prefix(entry.at(depth, name)[:COMPARED], new)
+        return (
+            entry.names[: prompt.first] == head,
+            entry.opening() == opening,
+            new.rfind("\n", 0, prefix),
+        )
+
+    fitting = [entry for entry in reversed(stored) if entry.shares(prompt, depth)]
+    return max(fitting, key=agreement, default=None)
+
+
 def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
     """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
     change looks like."""
@@ -2579,7 +2589,8 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
     verdict.where = name
     if was != now and "tool " in (name[:5], old_name[:5]):
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
+        had, has = set(was), set(now)
+        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
             start = len(os.path.commonprefix([was, now]))
             verdict.kind, sides = "tool order", (was[start:], now[start:])
@@ -2636,14 +2647,14 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
-    if "thread_title" in str(body.get("client_metadata") or ""):
+    told = list(members(body.get("client_metadata")).values())[:16]
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
         return "title"
     if body.get("tools"):
         return ""
-    if "'title': {" in str(
-        body.get("output_config") or body.get("text")
-    ):  # a property; every schema may have a title
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    if "title" in members(members(wanted.get("schema")).get("properties")):
+        return "title"  # a property; every schema may have a title
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
@@ -3732,6 +3743,11 @@ class Exchange:
         self.stream = False
         self.tap: Tap | None = None
 
+    def size(self) -> int:
+        """Bytes of the bodies."""
+        same = self.forwarded is self.received
+        return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
+
 
 # ==================================================================================================
 # Server: the backend, the listening socket, and Proxy, which everything hangs on
@@ -4127,6 +4143,8 @@ class Proxy:
             exchange.verdict = self.ledger.judge(
                 segments_of(view), talk, side, now, self.backend.lost_at
             )
+        except RecursionError:
+            pass  # nested so deeply that no server reads it
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -4255,7 +4273,7 @@ def log_lines(exchange: Exchange) -> list[str]:
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
-    KEEP_BYTES = 64 << 20  # of the bodies kept for the status page
+    KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
@@ -4273,7 +4291,10 @@ class Metrics:
             collections.Counter()
         )  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.kept = 0  # bytes of the bodies in `recent`
+        self.bodies: collections.deque[Exchange] = (
+            collections.deque()
+        )  # of `recent`, those with bodies
+        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
         self.warned = False
         self.since = time.time()
@@ -4344,20 +4365,12 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest are let go when all take too much
         memory."""
-
-        def size(one: Exchange) -> int:
-            return len(one.received or b"") + (
-                0 if one.forwarded is one.received else len(one.forwarded or b"")
-            )
-
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= size(self.recent[0])
         self.recent.append(exchange)
-        self.kept += size(exchange)
-        for old in self.recent:
-            if self.kept <= self.KEEP_BYTES:
-                break
-            self.kept -= size(old)
+        self.bodies.append(exchange)
+        self.kept += exchange.size()
+        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
+            old = self.bodies.popleft()
+            self.kept -= old.size()
             old.received = old.forwarded = None
 
 
@@ -5344,12 +5357,12 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
     for name, pattern in (
         (
             "slot",
-            r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
+            r"slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.{,80}?\bf_keep = (?P<keep>[\d.]+))?",
         ),
         ("slot", r"selected slot by (?P<lru>LRU)"),
         (
             "prompt",
-            r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
+            r"new prompt, n_ctx_slot = \d+.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
         ),
         ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
         ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),

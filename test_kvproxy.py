@@ -5550,6 +5550,128 @@ def test_explain_hint(name: str) -> None:
     assert kvproxy.hint_of(body) == hint
 
 
+# --- nothing freezes: the time that hostile inputs take -------------------------------------------
+
+
+def assert_linear(
+    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 32768
+) -> None:
+    """Twice the input takes at most three times the time of this thread, at every size up to
+    `most`; the best of several runs counts, so that a busy machine does not matter."""
+
+    def cost(value: Any) -> float:
+        begun = time.thread_time()
+        work(value)
+        return time.thread_time() - begun
+
+    size = 64
+    while 2 * size <= most:
+        small, large = make(size), make(2 * size)
+        for _ in range(9):
+            if cost(large) < 0.001 or cost(large) <= 3 * min(cost(small), cost(small)):
+                break
+        else:
+            raise AssertionError(f"grows faster than its input, from {size} to {2 * size}")
+        size *= 4
+
+
+def ex_repeated(*pieces: str) -> Callable[[int], str]:
+    """A function of a size that gives a text of about that size: a start, a piece repeated, an end."""
+    start, piece, end = pieces
+
+    return lambda size: start + piece * (size // len(piece)) + end
+
+
+EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
+
+
+def ex_logged(text: str) -> None:
+    reader = kvproxy.LogReader(Config())
+    reader.line(text.encode())
+
+
+EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
+    # name: (what looks at the text, the text by its size)
+    "clock: dates": (EX_KINDS["clock"], ex_repeated("", "2026-11-29T12:", "")),
+    "clock: times": (EX_KINDS["clock"], ex_repeated("", "12:34:", " a")),
+    "clock: epochs": (EX_KINDS["clock"], ex_repeated("", "17", "x")),
+    "clock: months": (EX_KINDS["clock"], ex_repeated("Jan", "a", "1")),
+    "clock: days": (EX_KINDS["clock"], ex_repeated("", "Wednesday, Jan ", "")),
+    "uuid": (EX_KINDS["uuid"], ex_repeated("", "0123abcd-0123-", "")),
+    "path: one name": (EX_KINDS["path"], ex_repeated("/", "a", "")),
+    "path: dots": (EX_KINDS["path"], ex_repeated("/", ".", "")),
+    "path: slashes": (EX_KINDS["path"], ex_repeated("~", "/", " ")),
+    "path: drives": (EX_KINDS["path"], ex_repeated("", "C:", "")),
+    "hash: one word": (EX_KINDS["hash"], ex_repeated("", "a", "g")),
+    "hash: dashes": (EX_KINDS["hash"], ex_repeated("", "-a", "")),
+    "hash: digits": (EX_KINDS["hash"], ex_repeated("", "-1", "")),
+    "hash: words": (EX_KINDS["hash"], ex_repeated("", "abcd1- ", "")),
+    "counter": (EX_KINDS["counter"], ex_repeated("", "1.", "x")),
+    "base64: short runs": (kvproxy.spelled, lambda n: [("A" * 2047 + "?") * (n // 2048 + 1)]),
+    "base64: one run": (kvproxy.spelled, ex_repeated("data:", "A", "=== ")),
+    "side: generate": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "generate ", "")),
+    "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
+    "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
+    "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
+    "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
+    "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
+    "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
+    "log: prompt": (ex_logged, ex_repeated("", "new prompt, n_ctx_slot = 1 ", "")),
+    "log: digits": (ex_logged, ex_repeated("new prompt, n_ctx_slot = ", "1", "")),
+    "log: id": (ex_logged, ex_repeated("", "id ", "")),
+    "log: spaces": (ex_logged, ex_repeated("id", " ", "")),
+    "log: task": (ex_logged, ex_repeated("id 1 |", " ", "task")),
+    "log: counts": (ex_logged, ex_repeated("", "n_past = 1, new_tokens ", "")),
+    "log: cache": (ex_logged, ex_repeated("", "kv cache rm [1, ", "")),
+    "log: eval": (ex_logged, ex_repeated("", "prompt eval time = 1 ms / 1 ", "")),
+    "log: eval's spaces": (ex_logged, ex_repeated("prompt eval = 1 ms", " ", "")),
+    "log: forcing": (ex_logged, ex_repeated("", "forcing full prompt ", "")),
+    "usage: one line": (kvproxy.usage_of, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
+    "usage: brackets": (kvproxy.usage_of, lambda n: b'{"usage":' + b"[{" * (n // 2)),
+    "usage: lines": (kvproxy.usage_of, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
+    "change: lines": (
+        lambda texts: (kvproxy.alike(*texts), kvproxy.kind_of(*texts, len(texts[0]) // 2)),
+        lambda n: tuple("\n".join(str(i % m) for i in range(n // 4)) for m in (97, 101)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EX_HOSTILE)
+def test_explain_patterns_are_linear(name: str) -> None:
+    work, make = EX_HOSTILE[name]
+    assert_linear(work, make)
+
+
+EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
+    # bodies that grow in one place, the last one compared with those before it
+    "turns": lambda n: [ex_chat(*("x" * (n // 10)))],
+    "turns that change": lambda n: [ex_chat(*(c * (n // 10))) for c in "xy"],
+    "tools": lambda n: [
+        ex_chat("a", "b", "c", tools=[ex_tool(f"t{i}") for i in range(at, at + n // 8)])
+        for at in (0, 1)
+    ],
+    "lines in another order": lambda n: [
+        ex_chat("a", system="\n".join(f"{i * 7919:x}" for i in range(n // 7))[::step])
+        for step in (1, -1)
+    ],
+    "parts": lambda n: [
+        ex_chat({"role": "user", "content": [{"type": "text", "text": "x"}] * (n // 10)})
+    ],
+    "calls": lambda n: [ex_chat({**EX_CALL, "tool_calls": EX_CALL["tool_calls"] * (n // 60)})],
+    "one that differs in the middle": lambda n: [
+        ex_chat("a" * n + c + "b" * n, "ok", "more") for c in "xy"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EX_HEAVY)
+def test_explain_heavy_prompts(name: str) -> None:
+    def work(bodies: list[ExJson]) -> None:
+        ex_play(bodies)
+
+    assert_linear(work, EX_HEAVY[name], 1 << 16)
+
+
 # --- ledger and verdicts --------------------------------------------------------------------------
 
 EX_LONG = "You are a helpful agent with many rules. " * 40
