@@ -6278,6 +6278,56 @@ def test_explain_ledger_memory() -> None:
     assert ex_empty(ledger)
 
 
+def test_explain_ledger_counts_what_texts_take() -> None:
+    """One emoji makes each character of a text take four bytes."""
+    ledger = kvproxy.Ledger(4 << 20)
+    ex_play([ex_chat(f"{number} \U0001f600 " + "x" * 100000) for number in range(30)], ledger)
+    held = {
+        id(text): sys.getsizeof(text) for entry in ledger.entries.values() for text in entry.texts
+    }
+    assert ledger.limit / 2 < sum(held.values()) <= ledger.size <= ledger.limit
+
+
+def test_explain_prompts_make_no_reference_cycles() -> None:
+    """What is explained and kept goes when it is dropped, without the garbage collector."""
+
+    def explain() -> None:
+        metrics, ledger = kvproxy.Metrics(Config(keep_requests=2)), kvproxy.Ledger(64 << 20)
+        for verdict in ex_play([ex_chat(EX_HI), EX_OTHER, EX_NEXT, (EX_NEXT, 0.0)], ledger):
+            exchange = ex_done(1)
+            exchange.verdict = verdict
+            metrics.count(exchange)
+            kvproxy.log_lines(exchange)
+
+    explain()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        explain()
+        gc.collect()
+        assert not [one for one in gc.garbage if type(one).__module__ == "kvproxy"]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_explain_ledger_compares_texts_outside_of_its_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, held, compare = kvproxy.Ledger(64 << 20), [], kvproxy.common_prefix
+
+    def watched(a: str, b: str) -> int:
+        held.append(ledger.lock.locked())
+        return compare(a, b)
+
+    monkeypatch.setattr(kvproxy, "common_prefix", watched)
+    for steps, _ in EX_VERDICTS.values():
+        ex_play(steps, ledger)
+    assert held and not any(held)
+
+
 def test_explain_ledger_keeps_equal_beginnings_once() -> None:
     ledger = kvproxy.Ledger(64 << 20)
     ex_play([ex_chat("x" * 1000000, *(["ok", "more"] * n)) for n in range(30)], ledger)
