@@ -32,6 +32,7 @@ To use it from a program (importing starts nothing and reads no environment):
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import contextlib
 import copy
@@ -47,6 +48,7 @@ import itertools
 import json
 import logging
 import marshal
+import math
 import os
 import random
 import re
@@ -2071,6 +2073,8 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
 }
 USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
 USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 value_at = json.JSONDecoder().raw_decode
 
 
@@ -2205,8 +2209,11 @@ class Segment(NamedTuple):
 # compared as a whole where that takes one pass.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
-COMPARED_PROMPTS = 32  # prompts, the newest
+COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+CURE_LINES = 4  # of a system prompt that one cure covers
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 def segments_of(view: View) -> list[Segment]:
@@ -2214,17 +2221,13 @@ def segments_of(view: View) -> list[Segment]:
     templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        found.append(
-            Segment(
-                f"tool {tool_name(tool)}",
-                json.dumps(bare(tool) if isinstance(tool, dict) else tool),
-            )
-        )
+        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
+        found.append(Segment(f"tool {tool_name(tool)}", text))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = said(turn)
+            turn.told = rendered(turn)
         found.append(Segment(f"turn {number} ({role})", turn.told))
     if len(found) > SEGMENTS:
         where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
@@ -2232,41 +2235,73 @@ def segments_of(view: View) -> list[Segment]:
     return found
 
 
-def said(turn: Turn) -> str:
-    """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
+def reasoning_of(view: View) -> dict[int, int]:
+    """Turn numbers, as in segments_of() -> characters of reasoning that the client sends with
+    them."""
+    found: dict[int, int] = {}
+    number = 1
+    for turn in view.turns[view.leading() :]:
+        item = turn.item or {}
+        thoughts: list[Any] = [item.get("reasoning_content"), item.get("reasoning")]
+        if turn.role == "reasoning":
+            thoughts += [item.get("content"), item.get("summary"), item.get("encrypted_content")]
+        for part in listed(item.get("content")):
+            if members(part).get("type") in REASONING_PARTS:
+                thoughts.append(part.get("thinking") or part.get("text"))
+        size = sum(len(thought) for thought in thoughts if isinstance(thought, (str, list)))
+        if size:
+            found[number] = found.get(number, 0) + size
+        number += turn.role != "reasoning"
+    return found
+
+
+def rendered(turn: Turn) -> str:
+    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
+    images; not its reasoning."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
-    rest += [
-        part
-        for part in listed(content)
-        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS
-    ]
-    rest += [
-        item.get(key)
-        for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")
-    ]
-    return "\n".join(
-        filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)])
-    )
+    pieces = [same_id(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
+    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
+    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
+    return "\n".join(filter(None, pieces))
 
 
-def spelled(value: Any) -> str:
-    """A call or result as text. Arguments in any spelling are equal to the server, which parses
-    them; an image's bytes stand for few tokens, and are replaced by a hash."""
-    if isinstance(value, list):
-        return "\n".join(map(spelled, value))
+def part_text(part: Any) -> str:
+    """A content part, result or call as text. An image's bytes stand for few tokens, and are
+    replaced by a hash."""
+    if not isinstance(part, dict):
+        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
+    kind, name = part.get("type"), tool_name(part)
+    if kind in TEXT_PARTS:
+        return str(part.get("text") or "")
+    if kind in _UNSAID_PARTS:
+        return ""
+    if kind == "tool_result":  # llama-server joins the texts of a result
+        content = part.get("content")
+        texts = map(part_text, content if isinstance(content, list) else [content])
+        return f"{same_id(part.get('tool_use_id'))}\n{''.join(texts)}"
+    if name != "?":
+        call = {**part, **members(part.get("function"))}
+        given = arguments_text(call.get("arguments", call.get("input")))
+        return "\n".join((same_id(part.get("id")), name, given))
+    text = json.dumps(bare(part))
+    if len(text) > 2048:
+        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
+    return text
+
+
+def arguments_text(value: Any) -> str:
+    """A call's arguments: in any spelling they are equal to the server, which parses them."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    if isinstance(value, dict):
-        value, function = bare(value), members(value.get("function"))
-        if isinstance(function.get("arguments"), str):
-            value["function"] = {**function, "arguments": spelled(function["arguments"])}
-    text = json.dumps(value)
-    return (
-        BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
-    )
+    return "" if value is None else json.dumps(value)
+
+
+def same_id(value: Any) -> str:
+    """The id or name of a call; clients respell the punctuation of ids."""
+    return re.sub(r"[\W_]", "", value) if isinstance(value, str) else ""
 
 
 def text_size(text: str) -> int:
@@ -2280,17 +2315,18 @@ def alike(a: str, b: str) -> bool:
     end, or in lines."""
     a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 def tool_name(tool: Any) -> str:
+    """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    return (
-        re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
-    )  # it stands in the log
+    if not isinstance(name, str):
+        return "?"
+    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -2304,6 +2340,10 @@ def common_prefix(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    return common_prefix(a[::-1], b[::-1])
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -2324,9 +2364,9 @@ KINDS = (  # what a differing span looks like, most telling first
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
     text."""
-    if at >= len(after):
+    if at >= len(after.rstrip()):
         return "removed"
-    if at >= len(before):
+    if at >= len(before.rstrip()):
         return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
@@ -2343,16 +2383,18 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 def around(text: str, at: int) -> str:
     """The line, or a piece of it, where two texts part."""
+    start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
-    return text[
-        max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)
-    ]
+    return text[start : min(end if end >= 0 else len(text), at + 40)]
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt
-    began with."""
+    """What became of one prompt.
+
+    `share` is the part (0 to 1, by characters) that an earlier prompt began with; `expected` the
+    tokens that should have been reused, None where nothing tells; `base` the number of the request
+    that this one goes on from, 0: none. `cure` is a setting, ready to copy."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2361,80 +2403,156 @@ class Verdict:
     before: str = ""
     after: str = ""
     advice: str = ""
+    cure: str = ""
     side: str = ""
-    taken: bool = False  # another conversation sent something since the earlier prompt
-    away: bool = False  # the server was away since then
+    step: str = ""
+    base: int = 0
+    expected: int | None = None
+
+    def title(self) -> str:
+        """The name, and what kind of request it is about."""
+        note = self.side or self.step
+        return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' when there is nothing to
         say."""
-        if self.name == "rewritten" and self.kind in ("taken out", "put in"):
-            return f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        if self.name == "rewritten":
-            return f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return self.advice if self.name == "lost" else ""
+        if self.name in ("lost", "template", "not reported"):
+            return self.advice
+        if self.name == "new branch" and self.kind in RETURNS:
+            return RETURNS[self.kind]
+        if self.name != "rewritten":
+            return ""
+        if self.kind in ("taken out", "put in"):
+            told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
+        elif self.kind == "reasoning":
+            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
+        else:
+            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
+        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
 
 
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "begins with an earlier prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
-    "lost": "begins with an earlier prompt, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
 }
-
-ADVICE = {
-    "taken": "another conversation was served in between and took the slot: start llama-server with -np 4 -sps 0.6, or"
-    " give it more --cache-ram",
-    "away": "the server was away in between (restart or crash): WARMUP_FILE reads the prompts in again after a start",
-    "idle": "nothing was sent for {minutes} minutes: the server may unload when idle (--sleep-idle-seconds);"
-    " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server kept nothing of it: it was restarted, or its host cache is off (--cache-ram 0), or the model"
-    " is a hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np), the"
-    " last checkpoint may lie further back (--ctx-checkpoints), or the chat template drops old reasoning",
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "tool order")
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up
-    to each of them; `end` is one of all and that nothing follows. `first` is the place of the first
-    turn."""
+    """A prompt as it was forwarded, segment by segment: names and texts.
 
-    __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
+    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
+    of the conversation's first prompt."""
 
-    def __init__(self, segments: list[Segment], conversation: str, now: float) -> None:
-        self.conversation, self.time = conversation, now
+    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
+                 "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        conversation: str = "",
+        side: str = "",
+        reasoning: Mapping[int, int] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.conversation, self.side, self.time = conversation, side, now
+        self.reasoning = reasoning or {}
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
-        self.first = next(
-            (i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names)
-        )
-        self.chain = list(
-            itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0)
-        )[1:]
-        self.end = hash((*self.chain[-1:], "end"))
+        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
+        self.first = next(is_turn, len(segments))
+        self.chain = links(segments)
+        self.turns = links(segments[self.first :])
+        self.tokens: int | None = None
+        self.number, self.pace = 0, 0.0
 
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.first < len(self.texts) else ""
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
 
     def tools(self) -> list[str]:
         return [name[5:] for name in self.names if name.startswith("tool ")]
 
-    def at(self, depth: int, where: str) -> str:
-        """The text of a segment, if it is one of that name: a role's marks stand in front of every
-        text."""
-        return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
 
-    def shares(self, other: Prompt, depth: int) -> bool:
-        """Whether the first `depth` segments are those of another prompt."""
-        return not depth or self.chain[depth - 1 : depth] == [other.chain[depth - 1]]
+    def head(self) -> int:
+        """A hash of all before the first turn."""
+        return self.chain[self.first - 1] if self.first else 0
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = shared_links(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = shared_links(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[Segment]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
+
+
+def shared_links(a: list[int], b: list[int]) -> int:
+    """How many links two chains have in common; what shares a link shares all before it."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
+    return low
+
+
+@dataclasses.dataclass
+class Case:
+    """A prompt under judgement, until the server's numbers are known.
+
+    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
+    was made from, else the closest one of another conversation. `between` are the prompts that the
+    server got since then."""
+
+    verdict: Verdict
+    prompt: Prompt
+    base: Prompt | None = None
+    whole: bool = False
+    between: list[Prompt] = dataclasses.field(default_factory=list)
+    texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    away: bool = False  # the server was away since then
 
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal beginnings are held once; bounded,
+    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
     MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
@@ -2443,68 +2561,66 @@ class Ledger:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[
-            int, int
-        ] = {}  # chain up to a segment, or end -> the newest entry that has it
-        self.latest: dict[str, int] = {}  # conversation -> its newest entry
+        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
         self.count = 0  # of all prompts judged; the newest entry's number
 
-    def judge(
-        self,
-        segments: list[Segment],
-        conversation: str,
-        side: str = "",
-        now: float = 0.0,
-        lost_at: float = -1.0,
-    ) -> Verdict:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
         later, in settle().
 
-        `lost_at` is when the server was last found away, on the clock of `now`.
-        """
-        prompt = Prompt(segments, conversation, now)
+        `lost_at` is when the server was last found away, on the clock of the prompts."""
+        case = Case(Verdict(side=prompt.side), prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
-            stored = list(self.entries.values())
-            depth = self.depth(prompt)
-            longest = self.entries[self.index[prompt.chain[depth - 1]]] if depth else None
-            ends = depth > 0 and hash((prompt.chain[depth - 1], "end")) in self.index
-            own = self.entries.get(self.latest.get(conversation, 0))
+            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
+            longest = self.longest(prompt)
             self.remember(prompt)
         if not stored or not prompt.chain:
-            return Verdict(side=side)
-        entry = own if own is not None and own.shares(prompt, depth) else None
-        if entry is None and depth < len(prompt.chain):
-            entry = closest_prompt(prompt, depth, stored[-COMPARED_PROMPTS:])
-        entry = entry or longest or stored[-1]
-        newer = itertools.takewhile(lambda other: other is not entry, reversed(stored))
-        taken = any(other.conversation != conversation for other in newer)
-        verdict = Verdict("extended", side=side, taken=taken, away=entry.time < lost_at)
-        place(verdict, entry, prompt, depth, ends)
-        return verdict
+            return case
+        verdict, total = case.verdict, prompt.length() or 1
+        case.base = previous(prompt, stored)
+        if case.base is not None:
+            case.whole = prompt.goes_on(case.base)
+            near = max((case.base, longest or case.base), key=prompt.common)
+        else:
+            near = closest_prompt(prompt, longest, stored[:COMPARED_PROMPTS]) or stored[0]
+        verdict.share = prompt.common(near) / total
+        base = case.base or near
+        newer = list(itertools.takewhile(lambda one: one is not base, stored))
+        case.between = newer[:COMPARED_PROMPTS]
+        case.away = base.time < lost_at
+        if case.whole:
+            verdict.name = "extended"
+            talk, head = base.conversation, base.head()
+            again = [one for one in newer if one.conversation == talk and one.head() == head]
+            if not prompt.side and any(not one.side for one in again):
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+            return case
+        case.texts = locate_change(verdict, base, prompt)
+        if not prompt.side and is_rewritten(verdict, case.base, near, prompt):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        else:
+            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        return case
 
-    def depth(self, prompt: Prompt) -> int:
-        """How many segments a prompt shares with a stored one. What holds a link of the chain holds
-        all before it."""
+    def longest(self, prompt: Prompt) -> Prompt | None:
+        """The newest prompt of those that share most segments with this one."""
         low, high = 0, len(prompt.chain)
         while low < high:
-            middle = (low + high) // 2
-            if prompt.chain[middle] in self.index:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+            middle = (low + high + 1) // 2
+            known = prompt.chain[middle - 1] in self.index
+            low, high = (middle, high) if known else (low, middle - 1)
+        return self.entries[self.index[prompt.chain[low - 1]]] if low else None
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
         for place, link in enumerate(prompt.chain):
             if link in self.index:
-                prompt.texts[place] = self.entries[self.index[link]].texts[
-                    place
-                ]  # the string that is held already
+                known = self.entries[self.index[link]]
+                prompt.texts[place] = known.texts[place]  # the string that is held already
             else:
                 self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
-        self.index[prompt.end] = self.latest[prompt.conversation] = self.count
         self.entries[self.count] = prompt
         self.size += 300 * len(prompt.chain)
         while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
@@ -2518,72 +2634,105 @@ class Ledger:
             if self.index[link] == number:
                 del self.index[link]
                 self.size -= text_size(entry.texts[place])
-        if self.index[entry.end] == number:
-            del self.index[entry.end]
-        if self.latest[entry.conversation] == number:
-            del self.latest[entry.conversation]
 
 
-def place(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int, ends: bool) -> None:
-    """Say what a prompt has in common with an earlier one, where they part, and why. `ends`: the
-    `depth` segments that they share were all of an earlier prompt."""
-    names, texts = prompt.names, prompt.texts
-    total = sum(map(len, texts)) or 1
-    same = sum(map(len, texts[:depth]))
-    verdict.share = same / total
-    if depth and (depth == len(texts) or ends):
-        return
-    old, new = entry.at(depth, names[depth]), texts[depth]
-    verdict.share = (same + common_prefix(old, new)) / total
-    if old and new.startswith(old) and names[depth].endswith(("(prompt)", "and later")):
-        return
-    locate_change(verdict, entry, prompt, depth)
-    goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
-    if depth < prompt.first:
-        ours = goes_on and entry.opening() == prompt.opening()
-        rewritten = (
-            ours
-            or verdict.kind == "tool order"
-            or (verdict.kind != "tools changed" and alike(old, new))
+def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
+    """The prompt of the same conversation that this one goes on from, or was made from by a change
+    of its history.
+
+    `stored`: the newest first. What stands before the turns does not count here. One whose last message alone was put in
+    another way (a branch, a question beside the conversation) is passed over."""
+    talk = (one for one in stored if one.conversation == prompt.conversation)
+    own = list(
+        itertools.islice((one for one in talk if prompt.side or not one.side), COMPARED_PROMPTS)
+    )
+    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
+    whole = changed = None
+    deepest, reached = (-1, 0), -1
+    for entry in own + relatives:
+        depth = shared_links(prompt.turns, entry.turns)
+        if depth == len(entry.turns) or prompt.goes_on(entry):
+            if (depth, prompt.common(entry)) > deepest:
+                whole, deepest = entry, (depth, prompt.common(entry))
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
+            if own and entry in relatives:
+                continue
+            changed, reached = entry, depth
+    return whole if whole is not None and deepest[0] > reached else changed
+
+
+def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """Prompts that look like this conversation's under another name, the newest first: under a
+    system text much like its own, with a first message much like its own or with the same turns."""
+    found = [one for one in stored if one.conversation != prompt.conversation]
+    if "(prompt)" in prompt.names[-1]:
+        return [one for one in found if prompt.goes_on(one)]
+    if not prompt.answered(0) or prompt.side:
+        return []
+    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
+    opening = prompt.opening()
+    return [
+        one
+        for one in found
+        if not one.side
+        and one.turns
+        and (
+            one.opening() in opening
+            or opening in one.opening()
+            or alike(one.opening(), opening)
+            or not texts.isdisjoint(one.texts[one.first :])
         )
-    else:
-        rewritten = goes_on and (depth > prompt.first or entry.conversation == prompt.conversation)
-    if rewritten and not verdict.side:  # a side request has a prompt of its own: no fault
-        verdict.name = "rewritten"
-    else:
-        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        and (one.head() == prompt.head() or alike(one.system(), prompt.system()))
+    ]
 
 
-def closest_prompt(prompt: Prompt, depth: int, stored: list[Prompt]) -> Prompt | None:
-    """Of the prompts that share the first `depth` segments the one with the same tools, that opens
-    with the same words, that agrees to the furthest line."""
+def closest_prompt(prompt: Prompt, longest: Prompt | None, stored: list[Prompt]) -> Prompt | None:
+    """Of the prompts that share as many segments as the longest the one with the same tools, that
+    opens with the same words, that agrees to the furthest line."""
+    depth = shared_links(prompt.chain, longest.chain) if longest is not None else 0
+    if depth == len(prompt.chain):
+        return longest
     head, opening = prompt.names[: prompt.first], prompt.opening()
     name, new = prompt.names[depth], prompt.texts[depth][:COMPARED]
 
     def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-        prefix = common_prefix(entry.at(depth, name)[:COMPARED], new)
+        same = entry.names[depth : depth + 1] == [name]
+        prefix = common_prefix(entry.texts[depth][:COMPARED], new) if same else 0
         return (
             entry.names[: prompt.first] == head,
             entry.opening() == opening,
             new.rfind("\n", 0, prefix),
         )
 
-    fitting = [entry for entry in reversed(stored) if entry.shares(prompt, depth)]
-    return max(fitting, key=agreement, default=None)
+    fitting = [one for one in stored if shared_links(prompt.chain, one.chain) == depth]
+    return max(fitting, key=agreement, default=longest)
 
 
-def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
-    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
-    change looks like."""
-    name, new = prompt.names[depth], prompt.texts[depth]
-    old_name, old = (
-        (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+def is_rewritten(verdict: Verdict, own: Prompt | None, near: Prompt, prompt: Prompt) -> bool:
+    """Whether a prompt that does not go on from an earlier one is that one changed, and not
+    another."""
+    if verdict.where.startswith("turn "):
+        return own is not None
+    if own is not None and prompt.answered(0):
+        return verdict.where != "system" or alike(own.system(), prompt.system())
+    if verdict.where == "system" and verdict.kind in VOLATILE:
+        return alike(near.system(), prompt.system())
+    return verdict.kind in VOLATILE
+
+
+def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
+    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
+    both have there."""
+    was, now = base.tools(), prompt.tools()
+    depth = shared_links(prompt.chain, base.chain)
+    (old_name, old), (name, new) = (
+        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
+        for one in (base, prompt)
     )
-    was, now = entry.tools(), prompt.tools()
-    turns = name.startswith("turn ") and old
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    verdict.where = name
-    if was != now and "tool " in (name[:5], old_name[:5]):
+    verdict.where = name or old_name
+    if base.system() != prompt.system():
+        verdict.where, old, new = "system", base.system(), prompt.system()
+    elif was != now:
         verdict.where, verdict.kind = "tools", "tools changed"
         had, has = set(was), set(now)
         sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
@@ -2591,48 +2740,287 @@ def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -
             start = len(os.path.commonprefix([was, now]))
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
+        return "", ""
+    elif (
+        "(tool)" in old_name and "(tool)" in name and results(base, depth) == results(prompt, depth)
+    ):
+        verdict.kind = "order of tool results"
+    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
+        return old, ""
+    elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
+        return "", new
+    elif old.split() == new.split():
+        moved = "(tool)" in name and "(tool)" not in old_name
+        verdict.kind = "moved into the result" if moved else "the same words in another form"
+    at = common_prefix(old, new)
+    verdict.kind = verdict.kind or kind_of(old, new, at)
+    verdict.before, verdict.after = around(old, at), around(new, at)
+    return old, new
+
+
+def results(prompt: Prompt, depth: int) -> list[str]:
+    """The lines of the tool results that begin at a place, sorted."""
+    names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
+    return sorted("\n".join(prompt.texts[depth : depth + len(list(names))]).split("\n"))
+
+
+def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
+    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
+    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+
+
+def is_answer(name: str, old_name: str) -> bool:
+    """Whether an answer stands where another turn stood."""
+    return "(assistant)" in name and "(assistant)" not in old_name
+
+
+# --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
+
+
+def cure_of(case: Case, config: Config) -> str:
+    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
+    set already."""
+    verdict, (old, new) = case.verdict, case.texts
+    off = [name for name in ("scrub", "replay", "lift") if not getattr(config, name)]
+    if off and (
+        verdict.where == "system" or verdict.kind == "tool order" or "(user)" in verdict.where
+    ):
+        return f"{off[0].upper()}=1, which is off"
+    if verdict.where == "system":
+        name, pattern, known = "LIFT_REGEX", line_pattern(old, new), config.lift_regex
+    elif "(user)" in verdict.where:
+        name, pattern, known = "REPLAY_REGEX", block_pattern(old, new), config.replay_regex
     else:
+        return ""
+    if not pattern or pattern in known:
+        return ""
+    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
+
+
+def shape(text: str) -> str:
+    """A pattern for a piece of a line: numbers and names of days and months may vary."""
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    return re.sub(r"\d+", r"\\d+", pattern)
+
+
+def line_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
+    there is none."""
+    patterns: list[str] = []
+    while old != new and len(patterns) < CURE_LINES:
         at = common_prefix(old, new)
-        verdict.kind, verdict.before, verdict.after = (
-            kind_of(old, new, at),
-            around(old, at),
-            around(new, at),
-        )
+        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
+        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+        label = label[: label.rfind(" ") + 1] or label
+        named = len(re.findall("[A-Za-z]", label)) > 2
+        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
+        patterns.append(pattern)
+    return "|".join(patterns) if old == new else ""
 
 
-def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes `verdict`."""
+def block_pattern(old: str, new: str) -> str:
+    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    prefix = common_prefix(old, new)
+    suffix = common_suffix(old[prefix:], new[prefix:])
+    for text, other in ((old, new), (new, old)):
+        if text.endswith(other):
+            block = text[: len(text) - len(other)]
+        elif text.startswith(other):
+            block = text[len(other) :]
+        else:  # the paragraphs around the change
+            start = text.rfind("\n\n", 0, prefix) + 1
+            end = text.find("\n\n", len(text) - suffix)
+            block = text[start : end if end >= 0 else len(text)]
+        lines = block.strip().split("\n")
+        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
+        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+            continue
+        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
+        for mark, ending in BLOCK_ENDS:
+            if tag := re.match(mark, lines[0]):
+                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
+        if re.match(r"</|\[/", lines[-1]):
+            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for pattern in patterns:
+            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            if len(left) == 1 and (left != {""} or "" in (old, new)):
+                return pattern
+    return ""
+
+
+BLOCK_ENDS = (  # how a program's block begins -> how it ends
+    (r"<([\w-]+)>?", "</{}>"),
+    (r"\[([\w ]*\w)", "[/{}]"),
+)
+
+
+# --- what the server says -------------------------------------------------------------------------
+
+
+def missing_tokens(case: Case, usage: Usage) -> int | None:
+    """How many tokens fewer were reused than should have been; None where that is little, or
+    cannot be told. What a prompt that goes on from another begins with is known to six tokens."""
+    verdict, base = case.verdict, case.base
+    if usage.cached is None or not usage.prompt or verdict.side:
+        return None
+    exact = base.tokens if base is not None and case.whole else None
+    verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
+    missing = verdict.expected - usage.cached
+    if verdict.name not in ("extended", "new branch") or missing < 64:
+        return None
+    sure = (
+        missing >= 0.01 * verdict.expected if exact is not None else missing >= verdict.expected / 4
+    )
+    return missing if sure and verdict.share >= 0.5 else None
+
+
+def settle(
+    case: Case, usage: Usage, idle_seconds: float = 0.0, server: Mapping[str, Any] | None = None
+) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the verdict.
+
+    `server` is what Backend.describe() told, if it did."""
+    verdict, prompt, base = case.verdict, case.prompt, case.base
+    prompt.tokens = usage.prompt
+    if base is not None:
+        verdict.base, prompt.pace = base.number, base.pace
     if usage.cached is None or not usage.prompt:
         if verdict.name == "extended":
             verdict.name = "not reported"
         return
-    expected = verdict.share * usage.prompt
+    missing = missing_tokens(case, usage)
+    expected = verdict.expected or 0
     if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
-    if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
+    if missing is None:
         return
-    if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        causes = {
-            "away": verdict.away,
-            "taken": verdict.taken,
-            "idle": idle_seconds > 300,
-            "checkpoint": usage.cached < 0.05 * usage.prompt,
-            "partly": True,
-        }
-        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+    dropped = sorted(set(base.reasoning if base else ()) - set(prompt.reasoning))
+    if dropped and case.whole:
+        verdict.name, verdict.kind = "rewritten", "reasoning"
+        verdict.where = ("turn " if len(dropped) == 1 else "turns ") + " and ".join(
+            map(str, dropped[:4])
+        )
+        verdict.advice = "have it keep that, where it can"
+        return
+    causes = {
+        "away": case.away,
+        "taken": bool(case.between),
+        "idle": idle_seconds > 300,
+        "checkpoint": usage.cached < 0.05 * usage.prompt,
+        "partly": True,
+    }
+    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+    verdict.advice = f"{usage.cached:,} of about {expected:,} tokens were still there: "
+    if verdict.kind == "taken":
+        verdict.advice += taken_advice(case, expected / usage.prompt, server or {})
+    else:
+        verdict.advice += ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+
+
+ADVICE = {
+    "away": "the server was away in between (restart or crash); WARMUP_FILE reads the prompts in again after a start",
+    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle (--sleep-idle-seconds);"
+    " KEEPALIVE_SECONDS prevents that",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a hybrid, recurrent or"
+    " sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "partly": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
+    " --ctx-checkpoints), or the chat template renders old turns in another way",
+}
+
+
+def template_advice(verdict: Verdict, usage: Usage, config: Config) -> str:
+    """What the template did to a prompt, and what helps."""
+    told = f"the chat template renders {verdict.where} otherwise than before ({verdict.before!r} -> {verdict.after!r}), so"
+    told += f" {usage.cached:,} of {verdict.expected:,} tokens were reused: a template that keeps old turns as they were"
+    if str(getattr(config, "prefill_ahead", "1")) == "1":
+        return told + " (--chat-template-file) helps"
+    return (
+        told
+        + " (--chat-template-file) helps, or PREFILL_AHEAD=1, which has them read while the person reads"
+    )
+
+
+def taken_advice(case: Case, own: float, server: Mapping[str, Any]) -> str:
+    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
+    of this prompt that its slot should have held.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt; what the slot held goes to the host cache only if less than half of it
+    stays (server-context.cpp, get_available_slot)."""
+    base, prompt = case.base or case.prompt, case.prompt
+    share, other = max(
+        ((one.common(base) / (one.length() or 1), one) for one in case.between),
+        key=lambda pair: pair[0],
+    )
+    if other.side:
+        who = f"a {other.side} request"
+    elif other.conversation == prompt.conversation:
+        who = "a request of the same chat in another form"
+    else:
+        who = "another conversation"
+    many = len(case.between)
+    told = (
+        f"{who} came in between"
+        if many == 1
+        else f"{many} requests came in between, {who} among them"
+    )
+    if share > 0.1:
+        told += f", {share:.0%} of which is what this conversation begins with, so it was given the same slot"
+    if share <= 0.1:
+        return told + "; more slots (-np) or a larger host cache (--cache-ram) would keep both"
+    wanted = math.ceil(100 * share + 1) / 100
+    more = "-np 2 gives each its own, if memory allows"
+    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    if wanted >= own:
+        apart = "no -sps keeps two apart that have so much in common"
+    slots = server.get("slots")
+    if slots is None:
+        return f"{told}; with one slot, {more}; with several, {apart}"
+    return f"{told}; {f'the server has one slot: {more}' if slots == 1 else apart}"
+
+
+class ReceivedPrompts:
+    """What prompts begin with as the clients sent them, in hashes of all up to each KB: about what
+    a server would reuse without kvproxy."""
+
+    BLOCK, MOST = 1024, 1 << 17  # characters; hashes in each of two generations
+
+    def __init__(self) -> None:
+        self.newer: dict[int, None] = {}
+        self.older: dict[int, None] = {}
+
+    def share(self, segments: list[Segment]) -> float:
+        """The part of a prompt that an earlier one began with, rather too much of it than too
+        little; the prompt is remembered."""
+        link, known, total = 0, 0, 0
+        for where, text in segments:
+            for at in range(0, len(text) + 1, self.BLOCK):
+                link = hash((link, where, text[at : at + self.BLOCK]))
+                known += known == total and (link in self.newer or link in self.older)
+                self.newer[link] = None
+                total += 1
+        if len(self.newer) > self.MOST:
+            self.older, self.newer = self.newer, {}
+        return min(1.0, (known + 1) / total) if known else 0.0
 
 
 SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
-    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
+    r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
+    r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"
+    r"|(?P<completion>\bautocompletion (?:system|task)\b)"
+    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
+# One must be there before the slow search.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -2658,6 +3046,17 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
             return str(match.lastgroup)
     return ""
+
+
+def step_of(view: View) -> str:
+    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
+    alarm nobody."""
+    turns = [turn.role for turn in view.turns[view.leading() :]]
+    if not view.dialect.edited:
+        return ""
+    if "assistant" not in turns:
+        return "first prompt"
+    return "tool step" if turns[-1] == "tool" else "user turn"
 
 
 # ==================================================================================================
@@ -3587,7 +3986,7 @@ class Relay(socketserver.BaseRequestHandler):
             try:
                 data = pair.read(min(QUIET_SECONDS, timeout))
                 if data is None:
-                    self.proxy.quiet(exchange)
+                    self.proxy.explain(exchange)
                     data = pair.read(timeout)
             except OSError:
                 data = b""
@@ -3731,8 +4130,9 @@ class Exchange:
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
         self.report, self.trace = Report(), Trace()
+        self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = 0.0
+        self.idle = self.straight = 0.0  # seconds before it; see ReceivedPrompts
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -3811,10 +4211,13 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
+    def ask(
+        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+    ) -> tuple[int, Any]:
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
+        cannot be reached."""
         try:
-            return fetch(self.locate(), path, timeout, self.key)
+            return fetch(self.locate(), path, timeout, key or self.key, body)
         except OSError as error:
             return 0, str(error)
 
@@ -3893,15 +4296,21 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def fetch(
-    url: urllib.parse.SplitResult, path: str, timeout: float, key: str = ""
+    url: urllib.parse.SplitResult,
+    path: str,
+    timeout: float,
+    key: str = "",
+    body: bytes | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it
-    fails."""
+    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
+    when it fails."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
+            connection.request(method, target, body, headers | bearer(key))
             response = connection.getresponse()
-            text = response.read(1 << 20).decode("utf-8", "replace")
+            text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
     with contextlib.suppress(ValueError, RecursionError):
@@ -3996,6 +4405,7 @@ class Proxy:
         )
         self.replay = Replay(self.config)
         self.ledger = Ledger(self.config.ledger_mb << 20)
+        self.bodies = ReceivedPrompts()
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -4003,6 +4413,7 @@ class Proxy:
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
+        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
         self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {
@@ -4124,8 +4535,8 @@ class Proxy:
 
     # --- while the model works --------------------------------------------------------------------
 
-    def quiet(self, exchange: Exchange) -> None:
-        """Learn from a request and explain it. Called once, when the server is silent or has
+    def explain(self, exchange: Exchange) -> None:
+        """Compare a request with those before it: once, when the server is silent or has
         answered."""
         view = exchange.view
         if view is None or exchange.counting or exchange.explained:
@@ -4134,11 +4545,17 @@ class Proxy:
         agent = "x-claude-code-agent-id"
         try:
             side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
+            segments, now = segments_of(view), time.monotonic()
+            talk = exchange.trace.conversation
+            prompt = Prompt(segments, talk, side, reasoning_of(view), now)
             exchange.idle = exchange.started - self.last_end
-            talk, now = exchange.trace.conversation, time.monotonic()
-            exchange.verdict = self.ledger.judge(
-                segments_of(view), talk, side, now, self.backend.lost_at
-            )
+            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict = exchange.case.verdict
+            exchange.verdict.step = step_of(view)
+            if exchange.forwarded is not exchange.received and exchange.received is not None:
+                received = view_of(parse(exchange.received), view.dialect)
+                segments = segments_of(received) if received is not None else segments
+            exchange.straight = self.bodies.share(segments)
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -4148,7 +4565,7 @@ class Proxy:
         """The response header lines for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
             return []
-        self.quiet(exchange)
+        self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
         told = (
             f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
@@ -4165,6 +4582,7 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
+            (self.still.clear if self.running else self.still.set)()
         if change > 0:
             self.warmup.interrupt()
 
@@ -4176,7 +4594,7 @@ class Proxy:
             if (
                 answered or not exchange.status
             ):  # 0: the client left; the server may have read the prompt
-                self.quiet(exchange)
+                self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
             first, last = (
@@ -4186,20 +4604,100 @@ class Proxy:
             if exchange.trace.newest:
                 self.replay.answered(exchange.trace, hint_of(first) if answered else None)
             if not answered:
-                exchange.verdict = None
+                exchange.verdict = exchange.case = None
             elif exchange.verdict is not None:
-                settle(exchange.verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
             exchange.tap, exchange.view, exchange.trace.newest = None, None, []
-            self.capture.write(exchange)
-            warning = self.metrics.count(exchange)
-            if self.log.isEnabledFor(logging.INFO):
-                for line in log_lines(exchange):
-                    self.log.info("%s", line)
-            if warning:
-                self.log.warning("%s", warning)
+            case = exchange.case
+            if (
+                case is None
+                or missing_tokens(case, exchange.usage) is None
+                or not self.asking.acquire(False)
+            ):
+                self.record(exchange, {})
+            else:
+                threading.Thread(target=self.look_into, args=(exchange, case), daemon=True).start()
         except Exception:
             self.log.exception("a finished request could not be recorded")
+
+    def look_into(self, exchange: Exchange, case: Case) -> None:
+        """Record a request of which less was reused than should have been, once the server is idle
+        and has told its slots, and how its chat template renders the two prompts."""
+        try:
+            server = self.backend.describe() if self.still.wait(IDLE_WAIT) else {}
+            self.record(exchange, server)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
+        finally:
+            self.asking.release()
+
+    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
+        """Where the chat template renders a conversation's turns in another way than it did for the
+        request before: the turn, and both texts there. None: it does not, or nothing tells."""
+        with self.metrics.guard:
+            kept = [one for one in self.metrics.recent if one.number == base.number]
+        texts = []
+        for one in (*kept, exchange):
+            key = exchange.request.get("authorization").removeprefix("Bearer ")
+            body = bytes(one.forwarded or b"")
+            found = members(self.backend.ask("/apply-template", 3.0, body, key)[1]).get("prompt")
+            if not isinstance(found, str):
+                return None
+            texts.append(found)
+        at = common_prefix(texts[0], texts[-1])
+        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
+            return None
+        where, place = "", 0
+        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
+            place = texts[0].find(text.strip()[:60], place)
+            if not 0 <= place <= at:
+                break
+            where = name
+        return where or "the first turn", around(texts[0], at), around(texts[-1], at)
+
+    def record(self, exchange: Exchange, server: Json) -> None:
+        """Settle a request's verdict; write page, metrics, log and capture."""
+        case, exchange.case = exchange.case, None
+        if case is not None:
+            self.settle(exchange, case, server)
+        self.capture.write(exchange)
+        warning = self.metrics.count(exchange)
+        if case is not None:
+            case.prompt.number = exchange.number
+        if self.log.isEnabledFor(logging.INFO):
+            for line in log_lines(exchange):
+                self.log.info("%s", line)
+        if warning:
+            self.log.warning("%s", warning)
+
+    def settle(self, exchange: Exchange, case: Case, server: Json) -> None:
+        verdict, usage = case.verdict, exchange.usage
+        settle(case, usage, exchange.idle, server)
+        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
+        if verdict.name == "lost" and case.whole and case.base is not None and server and chat:
+            change = self.template_change(exchange, case.base)
+            if change is not None:
+                verdict.name, verdict.kind = "template", "template"
+                verdict.where, verdict.before, verdict.after = change
+                verdict.advice = template_advice(verdict, usage, self.config)
+        if verdict.name == "rewritten" and verdict.kind != "reasoning":
+            if exchange.straight > verdict.share + 0.05:
+                verdict.advice = "by kvproxy itself; the client only went on"
+            else:
+                verdict.cure = cure_of(case, self.config)
+        if usage.cached is None and exchange.stream and exchange.begun:
+            chars = case.prompt.length() or 1
+            seconds = (
+                exchange.begun - exchange.sent
+            )  # the first event comes when the prompt is read
+            pace, first = 1e6 * seconds / chars, case.prompt.pace
+            case.prompt.pace = first or pace
+            verdict.advice = (
+                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
+            )
+            verdict.advice += (
+                f"; {first:.0f} ms in this conversation's first request" if first else ""
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -4253,7 +4751,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         if verdict is not None:
-            parts.append(verdict.name + (f" ({verdict.side})" if verdict.side else ""))
+            parts.append(verdict.title())
         if report.note:
             parts.append(f"forwarded as it came: {report.note}")
     if exchange.status != 200 or len(parts) == 1:
@@ -4270,6 +4768,9 @@ class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
+    LONG_READ = (
+        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
+    )
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
@@ -4280,9 +4781,6 @@ class Metrics:
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(
             maxlen=60
         )  # time, share, verdict
-        self.rates: collections.deque[float] = collections.deque(
-            maxlen=50
-        )  # measured ms per prompt token
         self.counts: collections.Counter[tuple[str, str]] = (
             collections.Counter()
         )  # (label in METRIC_HELP, its value)
@@ -4292,6 +4790,7 @@ class Metrics:
         )  # of `recent`, those with bodies
         self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
+        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
 
@@ -4323,10 +4822,11 @@ class Metrics:
                 ms is None and exchange.stream and exchange.begun
             ):  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= 32:
-                self.rates.append(ms / read)
-            if self.rates:
-                self.saved += usage.cached * statistics.median(self.rates) / 1000
+            if ms is not None and read >= self.LONG_READ:
+                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
+            if self.long_reads[1] and more >= 64:
+                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
@@ -4967,7 +5467,7 @@ class Pages:
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.rates else "-",
+            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
@@ -5333,11 +5833,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     slots, context = found.get("slots"), found.get("context")
     if slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
-    elif slots is not None:
-        advice.append(
-            "With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other."
-        )
+                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
     if isinstance(context, int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
@@ -5348,20 +5844,19 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
+LOG_SHAPES = [  # what a server's log line tells: (name, pattern); llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (
-        (
-            "slot",
-            r"slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.{,80}?\bf_keep = (?P<keep>[\d.]+))?",
-        ),
+        ("slot", r"slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)"),
         ("slot", r"selected slot by (?P<lru>LRU)"),
+        ("slot", r"slot is processing (?P<task_begins>task)"),
         (
             "prompt",
-            r"new prompt, n_ctx_slot = \d+.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
+            r"new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
         ),
         ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
         ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
+        ("cached", r"kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)"),
         ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
         ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
         (
@@ -5371,15 +5866,14 @@ LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old 
         ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
         ("start", r"server is listening on|loading model"),
     )
+]
+LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
+LOG_SLOT = re.compile(
+    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
-LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
-LOG_TYPES: dict[str, type] = {
-    "lru": str,
-    "forced": str,
-    "sim": float,
-    "keep": float,
-    "ms": float,
-}  # all others: int
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_FLOATS = ("sim", "ms")
+LOG_WORDS = ("lru", "forced", "task_begins")  # all other groups are whole numbers
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -5387,8 +5881,12 @@ INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
     " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
 )
-INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` brings its own
-    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
+STRAIGHT = (
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
+    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+)
+INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it, where the case does not tell
+    "system": "The client writes this part of its system prompt anew.",
     "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
     "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
     "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
@@ -5396,15 +5894,17 @@ INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` br
     "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
     " the change: --ctx-checkpoints, --swa-full.",
     "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
-    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
-    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
-    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
-    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
+    "no similar slot": "A new conversation, or another one took its slot: more slots (-np) or a larger host cache"
+    " (--cache-ram).",
+    "low similarity": "Something near the start of the prompt changes, or another conversation took the slot.",
+    "slot cut": "Prompts change in the middle, or conversations that begin alike take a slot from each other: -sps above"
+    " sim keeps those apart, at the price that new conversations start cold.",
 }
 INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
     "estimated": False,
     "cause": "",
+    "advice": "",
 }
 
 
@@ -5417,24 +5917,20 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
-    number = 0  # of the last row
+    number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
         print('{"requests": [', end="")
     with file:
-        for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
+        for number, row in enumerate(inspect_rows(file, size, reader), 1):
             if args.json:
                 print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
-                new = {
-                    "cause": row["cause"],
-                    "requests": 0,
-                    "tokens": 0,
-                    "cured": 0,
-                    "example": row["what"],
-                }
-                found = findings.setdefault(row["cause"], new)
+                found = findings.setdefault(row["cause"], {
+                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
+                    "example": row["what"], "advice": row["advice"],
+                })  # fmt: skip
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
@@ -5451,11 +5947,11 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
+    if told and not reader.ledger.count:
+        print(textwrap.fill(STRAIGHT, 110))
     for found in told:
-        waste = (
-            f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
-        )
-        text = f"{found['cause']}: {waste} {found['advice']}"
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
+        text = plain(f"{found['cause']}: {waste} {found['advice']}")
         print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
@@ -5463,13 +5959,20 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
     bytes, 0: not known."""
-    shown = time.monotonic()
-    while line := file.readline(PARSE_LIMIT):
+    shown, lines = time.monotonic(), file
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
+        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+    while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
         if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
             print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
             shown = time.monotonic()
     yield from reader.end()
+
+
+def plain(text: str) -> str:
+    """A text from a file for the terminal, without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def inspect_line(number: int, row: Json) -> str:
@@ -5478,17 +5981,17 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
+    name, what = plain(row["name"][:28]), plain(row["what"])
+    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
 def inspect_advice(found: Json) -> str:
     """What to do about a finding."""
-    if found["cause"].startswith("lost"):
-        return str(found["example"]).partition(": ")[2] + "."
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    advice = next(text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
-    return (f"kvproxy cures {found['cured']} of them. " if found["cured"] else "") + advice
+    fitting = (text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
+    advice = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+    return advice + (f"{found['advice']}." if found["advice"] else next(fitting, ""))
 
 
 class LogReader:
@@ -5496,18 +5999,18 @@ class LogReader:
     complete."""
 
     def __init__(self, config: Config) -> None:
-        limit = config.ledger_mb << 20
+        self.config, limit = config, config.ledger_mb << 20
         self.ledger, self.cured = (
             Ledger(limit),
             Ledger(limit),
         )  # as captured, and as kvproxy would have sent it
         self.scrubber, self.replay = Scrubber(config), Replay(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
-        self.slot, self.longest = (
-            "?",
-            0,
-        )  # the slot that the log spoke of last; the longest prompt since a start
+        self.tasks: dict[
+            tuple[str, str], Json
+        ] = {}  # port and slot -> what is known of the task in it
+        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
+        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for anything that is neither a capture's nor a log's
@@ -5537,30 +6040,38 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        side = side_of(view.body, headers, view)
-        segments = segments_of(view)
-        verdict = self.ledger.judge(
-            segments, self.replay.conversation(view), side, now, self.lost_at
-        )
+        prompt = self.prompt(view, side_of(view.body, headers, view), now)
+        case = self.ledger.judge(prompt, self.lost_at)
+        verdict, prompt.number = case.verdict, self.ledger.count
+        verdict.step = step_of(view)
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
         }
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = sum(len(segment.text) for segment in segments) // 4
+            usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            settle(verdict, usage, now - self.ended if self.ended else 0.0)
+            missing_tokens(case, usage)
+            settle(case, usage, now - self.ended if self.ended else 0.0)
         self.ended = now
-        line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
-        what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
-        found = dict(
-            INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms
-        )
-        found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
-        if line and not side:
-            found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
+        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured = self.cure(view, prompt.side).name == "extended" and changed
+        if changed and not cured:
+            verdict.cure = cure_of(case, self.config)
+        line = verdict.line()
+        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
+        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(tokens=usage.prompt, read=usage.read())
+        if line and not prompt.side and verdict.name in ("rewritten", "lost"):
+            found.update(
+                cause=cause_of(verdict), cured=cured, advice=verdict.cure or verdict.advice
+            )
         return [found]
+
+    def prompt(self, view: View, side: str, now: float) -> Prompt:
+        talk = self.replay.conversation(view)
+        return Prompt(segments_of(view), talk, side, reasoning_of(view), now)
 
     def cure(self, view: View, side: str) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
@@ -5568,84 +6079,90 @@ class LogReader:
             report = Report()
             self.scrubber.apply(view, report)
             self.replay.apply(view, lift(view, self.replay), report)
-        return self.cured.judge(segments_of(view), self.replay.conversation(view), side)
+        return self.cured.judge(self.prompt(view, side, 0.0)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does
         not matter."""
-        found = LOG_SLOT.search(text)
+        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = router[1] if router else ""
+        number = (found[2] or found[4]) if found else None
         if found:
-            self.slot = found["slot"]
+            self.slots[port] = found[1] or found[3]
+        slot = port, self.slots.get(port, "?")
         name, match = next(
             ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
         )
         if match is None:
             return []
         if name == "start":
-            return self.end()
+            return self.end(port)
         if name == "cancel":
-            slots = [
-                slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]
+            ended = [
+                slot
+                for slot, task in self.tasks.items()
+                if slot[0] == port and task.get("task") == match["cancelled"]
             ]
-            return [self.close(slot, ", cancelled") for slot in slots]
-        task, done = self.tasks.get(self.slot, {}), []
+            return [self.close(slot, ", cancelled") for slot in ended]
+        task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
         if name == "slot" or (
             known and name in ("prompt", "counts")
         ):  # the slot's next task begins
-            done = [self.close(self.slot)] if known else []
-            task = {}
-        self.tasks[self.slot] = task
-        if found and found["task"]:
-            task["task"] = found["task"]
+            done = [self.close(slot)] if known else []
+            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        self.tasks[slot] = task
+        if number:
+            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts":
+                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
+                task[key] = kind(value)
+        if name == "slot" and (keep := LOG_KEEP.search(text)):
+            task["keep"] = float(keep[1])
+        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(self.slot)] if name == "eval" else done
+        return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: str, suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
-        task = self.tasks.pop(slot)
-        tokens, read, cached, sim, keep = (
-            task.get(key) for key in ("tokens", "read", "cached", "sim", "keep")
-        )
-        if read is None and tokens is not None and cached is not None:
-            read = tokens - cached
-        size = tokens or read or 0
-        first, self.longest = size > 2 * self.longest, max(size, self.longest)
-        cause, what = "", "read" if tokens is None else "reused"
+        task, port = self.tasks.pop(slot), slot[0]
+        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
+        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
+        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        if read is None and tokens is not None and "cached" in task:
+            read = row["read"] = tokens - task["cached"]
+        size, longest = tokens or read or 0, self.longest.get(port, 0)
+        self.longest[port] = max(size, longest)
+        mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full {task['forced'].strip()}"
-        elif size > 512 and read is not None and tokens is not None and 2 * read > tokens:
-            if sim is not None and sim >= 0.5:
-                cause, what = "not kept", "the slot held a similar prompt, but most was read again"
-            elif sim is not None:
-                cause, what = "low similarity", "little in common with what the slot held"
-            elif first:
-                what = "first prompt of its length"
-            else:
-                cause, what = "no similar slot", "no slot held a similar prompt"
-        if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
-            what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
-        return row | {
-            "tokens": tokens,
-            "read": read,
-            "sim": sim,
-            "keep": keep,
-            "ms": task.get("ms"),
-        }
+            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
+        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
+            row["what"] = "first prompt of its length"
+        elif mostly and sim is None:
+            row.update(cause="no similar slot", what="no slot held a similar prompt")
+        elif mostly and sim < 0.5:
+            row.update(cause="low similarity", what="little in common with what the slot held")
+        elif mostly:
+            row.update(
+                cause="not kept", what="the slot held a similar prompt, but most was read again"
+            )
+        elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
+            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
+        else:
+            row["what"] = "read" if tokens is None or read == tokens else "reused"
+        row["what"] += suffix
+        return row
 
-    def end(self) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server was started
-        anew."""
-        done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
-        self.tasks.clear()
-        self.longest = 0
+    def end(self, port: str | None = None) -> list[Json]:
+        """The rows of tasks that no line will end: the log stops here, or the server at a port was
+        started anew."""
+        ended = [slot for slot in self.tasks if port in (None, slot[0])]
+        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
+        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
+        self.longest.pop(port or "", None)
         return done
 
 
@@ -5654,6 +6171,8 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
+    if verdict.kind == "reasoning":
+        return "turns, reasoning that is no longer sent"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
         start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])

@@ -5607,8 +5607,11 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "hash: digits": (EX_KINDS["hash"], ex_repeated("", "-1", "")),
     "hash: words": (EX_KINDS["hash"], ex_repeated("", "abcd1- ", "")),
     "counter": (EX_KINDS["counter"], ex_repeated("", "1.", "x")),
-    "base64: short runs": (kvproxy.spelled, lambda n: [("A" * 2047 + "?") * (n // 2048 + 1)]),
-    "base64: one run": (kvproxy.spelled, ex_repeated("data:", "A", "=== ")),
+    "base64: short runs": (
+        kvproxy.part_text,
+        lambda n: {"url": ("A" * 2047 + "?") * (n // 2048 + 1)},
+    ),
+    "base64: one run": (kvproxy.part_text, lambda n: {"url": "data:" + "A" * n + "=== "}),
     "side: generate": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "generate ", "")),
     "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
     "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
@@ -5651,7 +5654,7 @@ EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
         for at in (0, 1)
     ],
     "lines in another order": lambda n: [
-        ex_chat("a", system="\n".join(f"{i * 7919:x}" for i in range(n // 7))[::step])
+        ex_chat("a", "b", "c", system="\n".join(f"{i * 7919:x}" for i in range(n // 7))[::step])
         for step in (1, -1)
     ],
     "parts": lambda n: [
@@ -5700,28 +5703,39 @@ def ex_chat(
     return {"messages": messages, **({"tools": tools} if tools else {}), **more}
 
 
-def ex_play(steps: list[Any], ledger: kvproxy.Ledger | None = None) -> list[kvproxy.Verdict]:
+def ex_prompt(body: ExJson, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
+    """A body as the ledger takes it."""
+    view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+    assert view is not None
+    side, talk = kvproxy.side_of(body, headers or {}, view), kvproxy.Replay(Config())
+    return kvproxy.Prompt(
+        kvproxy.segments_of(view), talk.conversation(view), side, kvproxy.reasoning_of(view), now
+    )
+
+
+def ex_play(
+    steps: list[Any], ledger: kvproxy.Ledger | None = None, config: Config | None = None
+) -> list[kvproxy.Verdict]:
     """The verdicts on a sequence. A step is a body, or (body, share that the server reused or None,
-    extras)."""
-    ledger = ledger or kvproxy.Ledger(64 << 20)
-    replay, found = kvproxy.Replay(Config()), []
+    extras). Four characters are a token."""
+    ledger, found = ledger or kvproxy.Ledger(64 << 20), []
     for now, step in enumerate(steps):
         body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
-        view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
-        assert view is not None
-        side = kvproxy.side_of(body, extra.get("headers", {}), view)
-        away = extra.get("lost_at", -1.0)
-        verdict = ledger.judge(
-            kvproxy.segments_of(view), replay.conversation(view), side, float(now), away
+        prompt = ex_prompt(body, extra.get("headers"), float(now))
+        case = ledger.judge(prompt, extra.get("lost_at", -1.0))
+        tokens = prompt.length() // 4
+        share = case.verdict.share if reused == "all" else reused
+        cached = None if share is None else round(tokens * share)
+        kvproxy.settle(
+            case,
+            kvproxy.Usage(tokens, cached),
+            extra.get("idle", 0.0),
+            extra.get("server"),
         )
-        prompt = 10000
-        cached = (
-            None
-            if reused is None
-            else round(prompt * (verdict.share if reused == "all" else reused))
-        )
-        kvproxy.settle(verdict, kvproxy.Usage(prompt, cached), extra.get("idle", 0.0))
-        found.append(verdict)
+        prompt.number = now + 1
+        if case.verdict.name == "rewritten":
+            case.verdict.cure = kvproxy.cure_of(case, config or Config())
+        found.append(case.verdict)
     return found
 
 
@@ -5778,10 +5792,17 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "extended": ([ex_chat(EX_HI), EX_NEXT], "extended"),
     "extended: the same again": ([ex_chat(EX_HI), ex_chat(EX_HI)], "extended"),
-    "extended: regenerated": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)], "extended"),
-    "extended: another answer taken": (
-        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)],
+    "new branch: regenerated": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)],
+        "new branch regenerated",
+    ),
+    "extended: the answer that was regenerated": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI), ex_chat(EX_HI, "no", EX_MORE)],
         "extended",
+    ),
+    "rewritten: an answer that an older prompt ends before": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)],
+        "rewritten turn 2 (assistant) text",
     ),
     "extended: in a tool loop": ([ex_chat(EX_HI), ex_chat(EX_HI, EX_CALL, EX_RESULT)], "extended"),
     "extended: arguments in another spelling": (
@@ -5895,9 +5916,9 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         ],
         "rewritten system clock",
     ),
-    "rewritten: turn": (
+    "rewritten: the first turn": (
         [EX_NEXT, ex_chat("Please look at the picture.", "ok", EX_MORE, "ok", "Go on.")],
-        "new branch turn 1 (user) text",  # other first words are another conversation
+        "rewritten turn 1 (user) text",
     ),
     "rewritten: later turn": (
         [
@@ -6036,7 +6057,20 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         [ex_chat(EX_HI), (ex_chat("Other words."), 0.0)],
         "lost checkpoint",
     ),
-    "not lost: most is kept": ([ex_chat(EX_HI), (EX_NEXT, 0.8)], "extended"),
+    "lost: one part in fifty": (
+        [ex_chat(EX_HI, system=EX_LONG * 9), (ex_chat(EX_HI, "ok", "x", system=EX_LONG * 9), 0.98)],
+        "lost partly",
+    ),
+    "not lost: but for 60 tokens": (
+        [
+            ex_chat(EX_HI),
+            (
+                EX_NEXT,
+                (ex_prompt(ex_chat(EX_HI)).length() // 4 - 60) / (ex_prompt(EX_NEXT).length() // 4),
+            ),
+        ],
+        "extended",
+    ),
     "not lost: it was rewritten": (
         [
             ex_chat(EX_HI, system=EX_LONG + "Time: 12:01"),
@@ -6094,14 +6128,14 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        assert verdict.line() == ""
+        assert verdict.line() == kvproxy.RETURNS.get(verdict.kind, "")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
     steps = EX_VERDICTS["rewritten: clock"][0]
     assert (
         ex_play(steps)[-1].line()
-        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
+        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'; LIFT_REGEX='^Time: .*$'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line()
@@ -6256,7 +6290,7 @@ def test_explain_side_request(name: str) -> None:
 def ex_empty(ledger: kvproxy.Ledger) -> bool:
     while ledger.entries:
         ledger.forget()
-    return ledger.size == 0 and not (ledger.index or ledger.latest)
+    return ledger.size == 0 and not ledger.index
 
 
 def test_explain_ledger_memory() -> None:
@@ -6341,25 +6375,23 @@ def test_explain_ledger_does_not_slow_down() -> None:
 
     def calls(entries: int) -> int:
         ledger, count = kvproxy.Ledger(256 << 20), 0
+
+        def prompt(talk: str, start: str, text: str) -> kvproxy.Prompt:
+            system = kvproxy.Segment("system", EX_LONG + start)
+            return kvproxy.Prompt([system, kvproxy.Segment("turn 1 (user)", text)], talk)
+
         for number in range(entries):
-            segments = [
-                kvproxy.Segment("system", EX_LONG + str(number % 7)),
-                kvproxy.Segment("turn 1 (user)", f"q {number}"),
-            ]
-            ledger.judge(segments, f"talk {number}")
+            ledger.judge(prompt(f"talk {number}", str(number % 7), f"q {number}"))
 
         def profile(frame: Any, event: str, arg: Any) -> None:
             nonlocal count
             count += event in ("call", "c_call")
 
-        fresh = [
-            [kvproxy.Segment("system", EX_LONG + start), kvproxy.Segment("turn 1 (user)", "new")]
-            for start in ("3", "x")
-        ]
+        fresh = [prompt("new", start, "new") for start in ("3", "x")]
         sys.setprofile(profile)
         try:
-            for segments in fresh:
-                ledger.judge(segments, "new")
+            for one in fresh:
+                ledger.judge(one)
         finally:
             sys.setprofile(None)
         return count
@@ -6393,8 +6425,8 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
     slot: list[bytes] = []
 
     def script(link: Link, seen: Seen) -> None:
-        if seen.method != "POST":
-            return usage_answer(link, seen)
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
         words = seen.body.split()
         cached = next(
             (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
@@ -6421,6 +6453,8 @@ def ex_scripted(*numbers: Any) -> Script:
     left = list(numbers)
 
     def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
         number = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(number, int):
             return link.reply({"error": {"message": "Loading model"}}, number)
@@ -6451,10 +6485,12 @@ def ex_exchange(
     rig_: Rig, path: str, bodies: list[Any], headers: str = ""
 ) -> list[kvproxy.Exchange]:
     """Send requests one after the other and return what is remembered of all."""
+    count = rig_.proxy.metrics.number
     for body in bodies:
         rig_.post(path, body, headers)
-        rig_.finished(len(rig_.server.seen))
-    return rig_.finished(len(rig_.server.seen))
+        count += 1
+        rig_.finished(count)
+    return rig_.finished(count)
 
 
 EX_CHAT_PATH = "/v1/chat/completions"
@@ -6504,9 +6540,9 @@ def test_explain_log_line(rig: Any) -> None:
     )
     assert one.log.lines == [
         "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
-        + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold",
+        + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold (first prompt)",
         "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
-        + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended",
+        + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended (user turn)",
     ]
 
 
@@ -6520,11 +6556,11 @@ def test_explain_log_second_line(rig: Any) -> None:
     ex_exchange(one, EX_CHAT_PATH, [first[0], second[1], second[2], title])
     lines = [line.split(" | ")[-1] for line in one.log.lines]
     assert lines == [
-        "cold",
-        "rewritten",
-        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'",
-        "lost",
-        f"    {kvproxy.ADVICE['checkpoint']}",
+        "cold (first prompt)",
+        "rewritten (user turn)",
+        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'; LIFT_REGEX='^Token gauge: .*$'",
+        "lost (user turn)",
+        f"    0 of about 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
         "cold (title)",  # no second line: a side request is no fault
     ]
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
@@ -6684,22 +6720,44 @@ def test_explain_warning_is_logged(rig: Any) -> None:
 
 
 def test_explain_time_saved() -> None:
-    """Tokens reused times the median of the measured ms per token; nothing measured, nothing
-    claimed."""
+    """Tokens that would not have been reused without kvproxy, at the rate of all long reads;
+    nothing measured, nothing claimed."""
     metrics = kvproxy.Metrics(Config())
     metrics.count(ex_done(900))
     assert metrics.saved == 0
     metrics.count(ex_done(0, 1000, "cold", ms=2000.0))
     metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
     assert metrics.saved == pytest.approx(990 * 2 / 1000)
-    timed = ex_done(0, 1000, "cold")
-    timed.stream, timed.sent, timed.begun = (
-        True,
-        10.0,
-        14.0,
-    )  # no prompt_ms (Anthropic): the first event tells
+    half = ex_done(990, 1000)
+    half.straight = 0.5  # so much the client's own bodies had in common
+    metrics.count(half)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    unedited = ex_done(990, 1000)
+    unedited.straight = 0.95
+    metrics.count(unedited)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    timed = ex_done(0, 3000, "cold")
+    # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
     metrics.count(timed)
-    assert list(metrics.rates) == [2.0, 4.0]
+    metrics.count(ex_done(1000, 1000))
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
+
+
+def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
+    """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
+    does."""
+
+    def body(turn: int, ident: str) -> ExJson:
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident}
+        system = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
+        return ex_talk(turn + 1, system + EX_LONG * 20)[-1]
+
+    for ids, some in (("aaaa", False), ("abcd", True)):
+        one = rig(ex_caching())
+        ex_exchange(one, EX_CHAT_PATH, [body(turn, ident) for turn, ident in enumerate(ids)])
+        assert (one.proxy.metrics.saved > 5) == some
+        assert [found.verdict.name for found in one.finished(4)[1:]] == ["extended"] * 3
 
 
 def test_explain_bodies_kept_are_bounded() -> None:
@@ -6760,8 +6818,7 @@ def test_explain_page(rig: Any) -> None:
         and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
     )
     assert main.count("<li>") == 8
-    saved = one.proxy.metrics.saved
-    assert saved > 0 and kvproxy.duration(saved) in main
+    assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
     for name, default, meaning in Config.table():  # every setting, with the value in force
         assert f"<code>{name}</code>" in text and kvproxy.html.escape(meaning) in text, default
     assert "<code>30</code>" in text
@@ -6956,7 +7013,7 @@ def ex_metrics(text: str) -> dict[str, float]:
 
 
 def test_explain_metrics(rig: Any) -> None:
-    one = rig(ex_scripted((0, 1000, 2000.0), (900, 100, 200.0), (0, 1000, 2000.0), None, 503))
+    one = rig(ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503))
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
     talk = ex_talk(4)
     stamped = ex_chat("[Wed 2026-02-18 20:48 UTC] Other words.")
@@ -6977,13 +7034,13 @@ def test_explain_metrics(rig: Any) -> None:
         'kvproxy_edits_total{kind="ts_removed"}': 1,
         'kvproxy_untouched_total{reason="not JSON"}': 0,
         'kvproxy_untouched_total{reason="not UTF-8"}': 1,
-        'kvproxy_prompt_tokens_total{state="reused"}': 900,
+        'kvproxy_prompt_tokens_total{state="reused"}': 1000,
         'kvproxy_prompt_tokens_total{state="read"}': 2100,
-        "kvproxy_saved_seconds_total": 1.8,
-        "kvproxy_hit_ratio": 0.3,
+        "kvproxy_hit_ratio": 1000 / 3100,
         "kvproxy_running_requests": 0,
     }.items():
         assert found.get(sample, 0) == pytest.approx(value), sample
+    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
     assert found["kvproxy_ledger_bytes"] > 1000 and found[
         "kvproxy_start_time_seconds"
     ] == pytest.approx(time.time(), abs=600)
@@ -6994,7 +7051,7 @@ def test_explain_metrics(rig: Any) -> None:
     }
     assert len(families) == len(kvproxy.METRIC_HELP)
     assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
-        "kvproxy_hit_ratio": pytest.approx(0.3)
+        "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
     }
 
 
@@ -7179,7 +7236,7 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
         None,
         "lost",
     ]
-    assert found[2].verdict is not None and found[2].verdict.advice == kvproxy.ADVICE["away"]
+    assert found[2].verdict is not None and found[2].verdict.advice.endswith(kvproxy.ADVICE["away"])
     assert one.proxy.ledger.count == 2
 
 
@@ -7193,7 +7250,9 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
         "cold",
         "lost",
     ]
-    assert found[3].verdict is not None and found[3].verdict.advice == kvproxy.ADVICE["taken"]
+    assert found[3].verdict is not None and (
+        "another conversation came in between" in found[3].verdict.advice
+    )
 
 
 def test_explain_side_request_by_header(rig: Any) -> None:
@@ -7460,15 +7519,16 @@ def test_explain_inspect_capture() -> None:
     text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
     rows, findings = ex_rows_of(text)
     assert [row["what"].split(":")[0] for row in rows] == [
-        "cold",
-        "rewritten",
-        "rewritten",
+        "cold (first prompt)",
+        "rewritten (user turn)",
+        "rewritten (user turn)",
         "cold (title)",
     ]
     assert (
         rows[3]["cause"] == ""
         and rows[1]["what"]
-        == "rewritten: changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        == "rewritten (user turn): changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        "; LIFT_REGEX='^Token gauge: .*$'"
     )
     assert (
         rows[0]["name"] == "chat/completions, 2 items"
@@ -7550,7 +7610,7 @@ def test_explain_inspect_numbers_that_are_none(number: str) -> None:
     rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
         "requests"
     ]
-    assert code == 0 and [row["what"] for row in rows] == ["cold"]
+    assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
 
 
 def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
@@ -7559,24 +7619,24 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(
         ex_scripted(
-            (0, 1000, 2000.0), (990, 50, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
+            (0, 1000, 2000.0), (998, 42, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
         ),
         capture_file=str(path),
     )
     talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
     ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], talk[2], talk[3], talk[3], talk[4], other[0]])
     rows, findings = ex_rows_of(path.read_bytes())
-    whats = [row["what"].split(":")[0] for row in rows]
+    whats = [re.split(r": | \(", row["what"])[0] for row in rows]
     assert whats == ["cold", "extended", "lost", "status 503", "lost", "extended", "cold"]
     assert [(row["tokens"], row["read"], row["ms"], row["estimated"]) for row in rows[:3]] == [
-        (1000, 1000, 2000.0, False), (1040, 50, 100.0, False), (1100, 1100, 2200.0, False),
+        (1000, 1000, 2000.0, False), (1040, 42, 100.0, False), (1100, 1100, 2200.0, False),
     ]  # fmt: skip
     assert rows[3]["tokens"] is None and rows[5]["estimated"]
     assert {found["cause"]: found["tokens"] for found in findings} == {
         "lost, checkpoint": 1100,
         "lost, away": 1200,
     }
-    assert findings[0]["advice"] == kvproxy.ADVICE["away"] + "."
+    assert findings[0]["advice"].endswith(kvproxy.ADVICE["away"] + ".")
 
 
 @pytest.mark.parametrize(
@@ -7603,7 +7663,7 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
 )
 def test_explain_inspect_dialects(path: str, body: ExJson) -> None:
     rows, findings = ex_rows_of(ex_captured(body, body, path=path))
-    assert [row["what"] for row in rows] == ["cold", "extended"] and findings == []
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
 
 
 EX_ODD_LINES: dict[str, bytes] = {
@@ -7650,7 +7710,7 @@ def test_explain_inspect_takes_any_input(name: str) -> None:
         + b"\n"
         + ex_captured(ex_chat("hi", "ok", "x")).encode()
     )
-    assert [row["what"] for row in rows] == ["cold", "extended"]
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"]
 
 
 def test_explain_inspect_odd_members() -> None:
@@ -7663,9 +7723,8 @@ def test_explain_inspect_odd_members() -> None:
         ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"}
     )
     rows, _ = ex_rows_of(text)
-    assert [row["what"] for row in rows] == ["cold", "status ?", "extended", "extended"] and rows[
-        3
-    ]["ms"] is None
+    whats = [row["what"].split(" (")[0] for row in rows]
+    assert whats[:3] == ["cold", "status ?", "extended"] and rows[3]["ms"] is None
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
@@ -7682,7 +7741,7 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
     talk = [ex_chat("a", "ok", greetings[0]), ex_chat("a", "ok", greetings[1], "ok", "y")]
-    path.write_text(ex_captured(*talk) * 3000)
+    path.write_text(ex_captured(*talk) * 500)
     command = [sys.executable, kvproxy.__file__, "inspect"]
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
@@ -7697,7 +7756,7 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
         ran = subprocess.run(
             [*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False
         )
-    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 6000
+    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 1000
     assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in ran.stdout
 
 
@@ -7706,7 +7765,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
 ) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
     line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
-    left, alive, most = 3000, 0, 0
+    left, alive, most = 1000, 0, 0
 
     class Row(dict):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -7720,6 +7779,9 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
             alive -= 1
 
     class Endless(io.RawIOBase):
+        def peek(self, size: int) -> bytes:
+            return line[:size]
+
         def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
             nonlocal left
             assert size is not None and 0 < size <= 64 << 20
@@ -7733,7 +7795,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
     )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert kvproxy.main(["inspect", "-"]) == 0
-    assert out.getvalue().count("\n") > 3000 and most < 10
+    assert out.getvalue().count("\n") > 1000 and most < 10
 
 
 # --- inspect: llama-server's logs -----------------------------------------------------------------
@@ -7840,8 +7902,8 @@ EX_OLD_ROWS = [
         0.9,
         0.2,
         250.0,
-        "reused, and most of what the slot held was thrown away (-sps 0.6)",
-        "",
+        "a part of what the slot held was thrown away",
+        "slot cut",
     ),
 ]
 
@@ -7885,7 +7947,7 @@ def test_explain_inspect_log(kind: str, prefix: str) -> None:
     rows, findings = ex_rows_of(text)
     fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
     assert [
-        (int(row["name"].removeprefix("slot ")), *(row[field] for field in fields)) for row in rows
+        (int(row["name"].rsplit(" ", 1)[1]), *(row[field] for field in fields)) for row in rows
     ] == expected
     causes = {row[-1]: row[2] for row in expected if row[-1]}
     assert {found["cause"]: found["tokens"] for found in findings} == causes
@@ -8039,7 +8101,8 @@ def test_explain_check_llama_server(
     )
     flat = " ".join(out.split())
     assert (
-        "-np 4 -sps 0.6" in flat
+        "-np 2" in flat
+        and "-sps" not in flat
         and "--cache-ram" in flat
         and "16,384 tokens of context a slot is less than agents send" in flat
     )
@@ -8056,7 +8119,7 @@ def test_explain_check_of_several_slots(
     assert (
         code == 0
         and "cache_prompt is off" in out
-        and "-sps 0.6" in out
+        and "-sps" not in out
         and "less than agents send" not in out
     )
 
