@@ -2548,6 +2548,7 @@ class Case:
     whole: bool = False
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
 
 
@@ -2576,15 +2577,11 @@ class Ledger:
             self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        verdict, total = case.verdict, prompt.length() or 1
-        case.base = previous(prompt, stored)
-        if case.base is not None:
-            case.whole = prompt.goes_on(case.base)
-            near = max((case.base, longest or case.base), key=prompt.common)
-        else:
-            near = closest_prompt(prompt, longest, stored[:COMPARED_PROMPTS]) or stored[0]
-        verdict.share = prompt.common(near) / total
-        base = case.base or near
+        verdict, case.base = case.verdict, previous(prompt, stored)
+        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        case.whole = case.base is not None and prompt.goes_on(base)
+        common = max(prompt.common(one) for one in (base, longest or base))
+        verdict.share = common / (prompt.length() or 1)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
         case.between = newer[:COMPARED_PROMPTS]
         case.away = base.time < lost_at
@@ -2597,7 +2594,7 @@ class Ledger:
                 verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
         case.texts = locate_change(verdict, base, prompt)
-        if not prompt.side and is_rewritten(verdict, case.base, near, prompt):
+        if not prompt.side and is_rewritten(verdict, case, base):
             verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
         else:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
@@ -2686,38 +2683,22 @@ def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
     ]
 
 
-def closest_prompt(prompt: Prompt, longest: Prompt | None, stored: list[Prompt]) -> Prompt | None:
-    """Of the prompts that share as many segments as the longest the one with the same tools, that
-    opens with the same words, that agrees to the furthest line."""
-    depth = shared_links(prompt.chain, longest.chain) if longest is not None else 0
-    if depth == len(prompt.chain):
-        return longest
-    head, opening = prompt.names[: prompt.first], prompt.opening()
-    name, new = prompt.names[depth], prompt.texts[depth][:COMPARED]
-
-    def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-        same = entry.names[depth : depth + 1] == [name]
-        prefix = common_prefix(entry.texts[depth][:COMPARED], new) if same else 0
-        return (
-            entry.names[: prompt.first] == head,
-            entry.opening() == opening,
-            new.rfind("\n", 0, prefix),
-        )
-
-    fitting = [one for one in stored if shared_links(prompt.chain, one.chain) == depth]
-    return max(fitting, key=agreement, default=longest)
+def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
+    """The prompt of another conversation that has most in common with this one, rather one with the
+    same tools."""
+    head = prompt.names[: prompt.first]
+    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
 
 
-def is_rewritten(verdict: Verdict, own: Prompt | None, near: Prompt, prompt: Prompt) -> bool:
+def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
     """Whether a prompt that does not go on from an earlier one is that one changed, and not
     another."""
+    prompt = case.prompt
     if verdict.where.startswith("turn "):
-        return own is not None
-    if own is not None and prompt.answered(0):
-        return verdict.where != "system" or alike(own.system(), prompt.system())
-    if verdict.where == "system" and verdict.kind in VOLATILE:
-        return alike(near.system(), prompt.system())
-    return verdict.kind in VOLATILE
+        return case.base is not None
+    if verdict.where == "system" and not alike(base.system(), prompt.system()):
+        return False
+    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
 
 
 def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
@@ -2782,19 +2763,23 @@ def is_answer(name: str, old_name: str) -> bool:
 def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
-    verdict, (old, new) = case.verdict, case.texts
-    off = [name for name in ("scrub", "replay", "lift") if not getattr(config, name)]
-    if off and (
-        verdict.where == "system" or verdict.kind == "tool order" or "(user)" in verdict.where
-    ):
-        return f"{off[0].upper()}=1, which is off"
-    if verdict.where == "system":
-        name, pattern, known = "LIFT_REGEX", line_pattern(old, new), config.lift_regex
-    elif "(user)" in verdict.where:
-        name, pattern, known = "REPLAY_REGEX", block_pattern(old, new), config.replay_regex
+    where, (old, new) = case.verdict.where, case.texts
+    if where == "system":
+        name, pattern, needed = "LIFT_REGEX", line_pattern(old, new), ("scrub", "replay", "lift")
+    elif "(user)" in where:
+        name, pattern, needed = (
+            "REPLAY_REGEX",
+            block_pattern(old, new),
+            ("scrub", "replay", "replay"),
+        )
+    elif case.verdict.kind in ("tool order", "order of tool results"):
+        name, pattern, needed = "", "", ("scrub", "replay", "replay")
     else:
         return ""
-    if not pattern or pattern in known:
+    for switch in needed:
+        if not getattr(config, switch):
+            return f"{switch.upper()}=1, which is off"
+    if not pattern or pattern in getattr(config, name.lower()):
         return ""
     return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
 
@@ -2864,25 +2849,26 @@ BLOCK_ENDS = (  # how a program's block begins -> how it ends
 # --- what the server says -------------------------------------------------------------------------
 
 
-def missing_tokens(case: Case, usage: Usage) -> int | None:
-    """How many tokens fewer were reused than should have been; None where that is little, or
-    cannot be told. What a prompt that goes on from another begins with is known to six tokens."""
+def missing_tokens(case: Case, usage: Usage) -> int:
+    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
+    told. What a prompt that goes on from another begins with is known to six tokens."""
     verdict, base = case.verdict, case.base
-    if usage.cached is None or not usage.prompt or verdict.side:
-        return None
+    if usage.cached is None or not usage.prompt:
+        return 0
     exact = base.tokens if base is not None and case.whole else None
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
-    if verdict.name not in ("extended", "new branch") or missing < 64:
-        return None
-    sure = (
-        missing >= 0.01 * verdict.expected if exact is not None else missing >= verdict.expected / 4
-    )
-    return missing if sure and verdict.share >= 0.5 else None
+    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
+    return missing if due and missing >= little else 0
 
 
 def settle(
-    case: Case, usage: Usage, idle_seconds: float = 0.0, server: Mapping[str, Any] | None = None
+    case: Case,
+    usage: Usage,
+    config: Config,
+    idle_seconds: float = 0.0,
+    server: Mapping[str, Any] | None = None,
 ) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the verdict.
 
@@ -2892,59 +2878,75 @@ def settle(
     if base is not None:
         verdict.base, prompt.pace = base.number, base.pace
     if usage.cached is None or not usage.prompt:
-        if verdict.name == "extended":
-            verdict.name = "not reported"
-        return
-    missing = missing_tokens(case, usage)
-    expected = verdict.expected or 0
-    if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
+        verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+    elif missing_tokens(case, usage):
+        explain_loss(case, usage, config, idle_seconds, server or {})
+    elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
-    if missing is None:
-        return
-    dropped = sorted(set(base.reasoning if base else ()) - set(prompt.reasoning))
-    if dropped and case.whole:
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.cure = cure_of(case, config)
+
+
+def explain_loss(
+    case: Case, usage: Usage, config: Config, idle_seconds: float, server: Mapping[str, Any]
+) -> None:
+    """Say why a prompt that goes on from another was not reused."""
+    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
+    had = case.base.reasoning if case.base is not None and case.whole else {}
+    dropped = [str(number) for number in had if number not in case.prompt.reasoning]
+    if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = ("turn " if len(dropped) == 1 else "turns ") + " and ".join(
-            map(str, dropped[:4])
-        )
-        verdict.advice = "have it keep that, where it can"
+        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
     causes = {
         "away": case.away,
         "taken": bool(case.between),
         "idle": idle_seconds > 300,
-        "checkpoint": usage.cached < 0.05 * usage.prompt,
+        "checkpoint": cached < 0.05 * (usage.prompt or 0),
         "partly": True,
     }
     verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-    verdict.advice = f"{usage.cached:,} of about {expected:,} tokens were still there: "
     if verdict.kind == "taken":
-        verdict.advice += taken_advice(case, expected / usage.prompt, server or {})
+        why = taken_advice(case, expected / (usage.prompt or 1), server)
     else:
-        verdict.advice += ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+        why = advice(verdict.kind, config).format(minutes=round(idle_seconds / 60))
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
 
 
-ADVICE = {
-    "away": "the server was away in between (restart or crash); WARMUP_FILE reads the prompts in again after a start",
-    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle (--sleep-idle-seconds);"
-    " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a hybrid, recurrent or"
-    " sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "partly": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
-    " --ctx-checkpoints), or the chat template renders old turns in another way",
-}
+ADVICE = {  # cause -> (what happened, the setting that helps, how); what is set already is not named
+    "away": (
+        "the server was away in between (restart or crash)",
+        "warmup_file",
+        "WARMUP_FILE has it read the prompts in again after a start",
+    ),
+    "idle": (
+        "nothing was sent for {minutes} minutes, and the server may unload when idle (--sleep-idle-seconds)",
+        "keepalive_seconds",
+        "KEEPALIVE_SECONDS prevents that",
+    ),
+    "checkpoint": (
+        "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a hybrid, recurrent or"
+        " sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+        "", "",
+    ),
+    "partly": (
+        "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models: --ctx-checkpoints),"
+        " or the chat template renders old turns in another way",
+        "", "",
+    ),
+    "template": (
+        "a template that keeps old turns as they were (--chat-template-file) helps",
+        "prefill_ahead",
+        "PREFILL_AHEAD=1 has them read while the person reads",
+    ),
+}  # fmt: skip
 
 
-def template_advice(verdict: Verdict, usage: Usage, config: Config) -> str:
-    """What the template did to a prompt, and what helps."""
-    told = f"the chat template renders {verdict.where} otherwise than before ({verdict.before!r} -> {verdict.after!r}), so"
-    told += f" {usage.cached:,} of {verdict.expected:,} tokens were reused: a template that keeps old turns as they were"
-    if str(getattr(config, "prefill_ahead", "1")) == "1":
-        return told + " (--chat-template-file) helps"
-    return (
-        told
-        + " (--chat-template-file) helps, or PREFILL_AHEAD=1, which has them read while the person reads"
-    )
+def advice(cause: str, config: Config) -> str:
+    told, setting, help = ADVICE[cause]
+    return told if getattr(config, setting, True) else f"{told}; {help}"
 
 
 def taken_advice(case: Case, own: float, server: Mapping[str, Any]) -> str:
@@ -2954,61 +2956,29 @@ def taken_advice(case: Case, own: float, server: Mapping[str, Any]) -> str:
     llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
     set) of its prompt; what the slot held goes to the host cache only if less than half of it
     stays (server-context.cpp, get_available_slot)."""
-    base, prompt = case.base or case.prompt, case.prompt
-    share, other = max(
+    base = case.base or case.prompt
+    shared, other = max(
         ((one.common(base) / (one.length() or 1), one) for one in case.between),
         key=lambda pair: pair[0],
     )
-    if other.side:
-        who = f"a {other.side} request"
-    elif other.conversation == prompt.conversation:
+    who = f"a {other.side} request" if other.side else "another conversation"
+    if other.conversation == base.conversation and not other.side:
         who = "a request of the same chat in another form"
-    else:
-        who = "another conversation"
-    many = len(case.between)
-    told = (
-        f"{who} came in between"
-        if many == 1
-        else f"{many} requests came in between, {who} among them"
-    )
-    if share > 0.1:
-        told += f", {share:.0%} of which is what this conversation begins with, so it was given the same slot"
-    if share <= 0.1:
-        return told + "; more slots (-np) or a larger host cache (--cache-ram) would keep both"
-    wanted = math.ceil(100 * share + 1) / 100
-    more = "-np 2 gives each its own, if memory allows"
+    more = len(case.between) - 1
+    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    if shared <= 0.1:
+        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
+    size = other.tokens or other.length() // 4
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f}) and so was given this slot"
+    wanted = math.ceil(100 * shared + 1) / 100
     apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
         apart = "no -sps keeps two apart that have so much in common"
+    one_slot = "-np 2 gives each its own, if memory allows"
     slots = server.get("slots")
     if slots is None:
-        return f"{told}; with one slot, {more}; with several, {apart}"
-    return f"{told}; {f'the server has one slot: {more}' if slots == 1 else apart}"
-
-
-class ReceivedPrompts:
-    """What prompts begin with as the clients sent them, in hashes of all up to each KB: about what
-    a server would reuse without kvproxy."""
-
-    BLOCK, MOST = 1024, 1 << 17  # characters; hashes in each of two generations
-
-    def __init__(self) -> None:
-        self.newer: dict[int, None] = {}
-        self.older: dict[int, None] = {}
-
-    def share(self, segments: list[Segment]) -> float:
-        """The part of a prompt that an earlier one began with, rather too much of it than too
-        little; the prompt is remembered."""
-        link, known, total = 0, 0, 0
-        for where, text in segments:
-            for at in range(0, len(text) + 1, self.BLOCK):
-                link = hash((link, where, text[at : at + self.BLOCK]))
-                known += known == total and (link in self.newer or link in self.older)
-                self.newer[link] = None
-                total += 1
-        if len(self.newer) > self.MOST:
-            self.older, self.newer = self.newer, {}
-        return min(1.0, (known + 1) / total) if known else 0.0
+        return f"{told}: with one slot, {one_slot}; with several, {apart}"
+    return f"{told}: {one_slot if slots == 1 else apart}"
 
 
 SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
@@ -4132,7 +4102,8 @@ class Exchange:
         self.report, self.trace = Report(), Trace()
         self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = self.straight = 0.0  # seconds before it; see ReceivedPrompts
+        self.idle = 0.0  # seconds before it
+        self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -4404,8 +4375,8 @@ class Proxy:
             self.scrubber if self.config.scrub else None, self.config.replay_mb << 17
         )
         self.replay = Replay(self.config)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
-        self.bodies = ReceivedPrompts()
+        self.ledger = Ledger(self.config.ledger_mb << 19)
+        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -4555,7 +4526,9 @@ class Proxy:
             if exchange.forwarded is not exchange.received and exchange.received is not None:
                 received = view_of(parse(exchange.received), view.dialect)
                 segments = segments_of(received) if received is not None else segments
-            exchange.straight = self.bodies.share(segments)
+                prompt = Prompt(segments, talk, side, None, now)
+            straight = self.received.judge(prompt)
+            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -4609,11 +4582,8 @@ class Proxy:
                 self.warmup.remember(exchange)
             exchange.tap, exchange.view, exchange.trace.newest = None, None, []
             case = exchange.case
-            if (
-                case is None
-                or missing_tokens(case, exchange.usage) is None
-                or not self.asking.acquire(False)
-            ):
+            short = case is not None and missing_tokens(case, exchange.usage)
+            if case is None or not short or not self.asking.acquire(False):
                 self.record(exchange, {})
             else:
                 threading.Thread(target=self.look_into, args=(exchange, case), daemon=True).start()
@@ -4649,11 +4619,15 @@ class Proxy:
             return None
         where, place = "", 0
         for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
-            place = texts[0].find(text.strip()[:60], place)
-            if not 0 <= place <= at:
-                break
-            where = name
-        return where or "the first turn", around(texts[0], at), around(texts[-1], at)
+            text = text.strip()[:60]
+            found = texts[0].find(text, place)
+            if 0 <= found < at - len(text):
+                where, place = "", found
+            else:  # a call is not rendered as in the ledger
+                where = where or name
+                if found >= 0:
+                    break
+        return where, around(texts[0], at), around(texts[-1], at)
 
     def record(self, exchange: Exchange, server: Json) -> None:
         """Settle a request's verdict; write page, metrics, log and capture."""
@@ -4671,20 +4645,19 @@ class Proxy:
             self.log.warning("%s", warning)
 
     def settle(self, exchange: Exchange, case: Case, server: Json) -> None:
+        """Settle a request's verdict."""
         verdict, usage = case.verdict, exchange.usage
-        settle(case, usage, exchange.idle, server)
+        settle(case, usage, self.config, exchange.idle, server)
         chat = exchange.dialect is not None and exchange.dialect.name == "chat"
         if verdict.name == "lost" and case.whole and case.base is not None and server and chat:
             change = self.template_change(exchange, case.base)
             if change is not None:
-                verdict.name, verdict.kind = "template", "template"
+                verdict.name = verdict.kind = "template"
                 verdict.where, verdict.before, verdict.after = change
-                verdict.advice = template_advice(verdict, usage, self.config)
-        if verdict.name == "rewritten" and verdict.kind != "reasoning":
-            if exchange.straight > verdict.share + 0.05:
-                verdict.advice = "by kvproxy itself; the client only went on"
-            else:
-                verdict.cure = cure_of(case, self.config)
+                told = f"the chat template renders {verdict.where} otherwise than before"
+                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
+                told += f" {verdict.expected:,} tokens were reused: "
+                verdict.advice = told + advice("template", self.config)
         if usage.cached is None and exchange.stream and exchange.begun:
             chars = case.prompt.length() or 1
             seconds = (
@@ -5893,7 +5866,7 @@ INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it, where the
     " sliding-window models may read the whole prompt again.",
     "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
     " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
+    "not kept": ADVICE["partly"][0].capitalize() + ".",
     "no similar slot": "A new conversation, or another one took its slot: more slots (-np) or a larger host cache"
     " (--cache-ram).",
     "low similarity": "Something near the start of the prompt changes, or another conversation took the slot.",
@@ -6052,13 +6025,11 @@ class LogReader:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            missing_tokens(case, usage)
-            settle(case, usage, now - self.ended if self.ended else 0.0)
+            settle(case, usage, self.config, now - self.ended if self.ended else 0.0)
         self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.cure(view, prompt.side).name == "extended" and changed
-        if changed and not cured:
-            verdict.cure = cure_of(case, self.config)
+        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
         found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
         found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)

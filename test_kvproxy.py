@@ -5726,15 +5726,9 @@ def ex_play(
         tokens = prompt.length() // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        kvproxy.settle(
-            case,
-            kvproxy.Usage(tokens, cached),
-            extra.get("idle", 0.0),
-            extra.get("server"),
-        )
+        usage, server = kvproxy.Usage(tokens, cached), extra.get("server")
+        kvproxy.settle(case, usage, config or Config(), extra.get("idle", 0.0), server)
         prompt.number = now + 1
-        if case.verdict.name == "rewritten":
-            case.verdict.cure = kvproxy.cure_of(case, config or Config())
         found.append(case.verdict)
     return found
 
@@ -6560,7 +6554,7 @@ def test_explain_log_second_line(rig: Any) -> None:
         "rewritten (user turn)",
         "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'; LIFT_REGEX='^Token gauge: .*$'",
         "lost (user turn)",
-        f"    0 of about 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
+        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint'][0]}",
         "cold (title)",  # no second line: a side request is no fault
     ]
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
@@ -7236,7 +7230,9 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
         None,
         "lost",
     ]
-    assert found[2].verdict is not None and found[2].verdict.advice.endswith(kvproxy.ADVICE["away"])
+    assert found[2].verdict is not None and found[2].verdict.advice.endswith(
+        kvproxy.advice("away", Config())
+    )
     assert one.proxy.ledger.count == 2
 
 
@@ -7636,7 +7632,7 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
         "lost, checkpoint": 1100,
         "lost, away": 1200,
     }
-    assert findings[0]["advice"].endswith(kvproxy.ADVICE["away"] + ".")
+    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()) + ".")
 
 
 @pytest.mark.parametrize(
