@@ -2132,7 +2132,8 @@ def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
     prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
-        prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
         cached = found.get("cache_read", cached)
     if "prompt_n" in found:
         if "cache_n" in found:

@@ -5000,6 +5000,12 @@ EX_LIAR = {
 EX_LIE = json.dumps(EX_LIAR)
 
 EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
+    "both APIs' names, one of them 0": (
+        json.dumps(
+            {"usage": {"prompt_tokens": 100, "input_tokens": 0, "output_tokens": 3}}
+        ).encode(),
+        (100, None, None),
+    ),
     "chat": (
         json.dumps({"choices": [], "usage": EX_CHAT_CACHED, "timings": EX_TIMINGS}).encode(),
         (100, 90, 41.5),
@@ -6207,7 +6213,427 @@ def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
     assert (changed.before, changed.after) == ("+one", "+two")
 
 
+# Small invented cases: what clients do to their prompts, and what must be said about it. A row has
+# the bodies, and for the last of them the name, the place and kind, and the cure.
+EX_ASK, EX_SAID = "Which tray holds the nails?", "Tray four, at the back. " * 9
+EX_THEN = "How many are there?"
+EX_NOTES = "<notes>\n- {}\n</notes>\n\n"
+EX_FRAME = "### Frame:\nAnswer from this.\n\n<context>\n{}\n</context>\n\n"
+EX_STAMPED = "[Wed 2026-02-18 20:48 UTC] "
+EX_PICTURE, EX_NO_PICTURE = (
+    {"role": "user", "content": [{"type": "text", "text": EX_ASK}, part]}
+    for part in (
+        {"type": "image_url", "image_url": {"url": "data:," + "A" * 300}},
+        {"type": "text", "text": "[left out]"},
+    )
+)
+EX_CALLS = [
+    {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for n in (1, 2)
+]
+EX_PAIR = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"bin {n} " * 20} for n in (1, 2)]
+
+
+def ex_thought(text: str, **more: Any) -> ExJson:
+    return {"role": "assistant", "content": text, **more}
+
+
+EX_CURED: dict[str, tuple[list[Any], str, str]] = {
+    "a tag in front of the first text": (
+        [ex_chat(EX_NOTES.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag in front of a stamp": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
+            ex_chat(EX_STAMPED + EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag in front of a stamp, which goes as well": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag behind a later text": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN + "\n\n" + EX_NOTES.format("red").strip()),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+        ],
+        "rewritten turn 3 (user) removed",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "notes in the oldest text, with other words each time": (
+        [
+            ex_chat("Notes that were kept:\n- red\n\n" + EX_ASK),
+            ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        r"REPLAY_REGEX='(?s)Notes that were kept.*?(?:\n\n|\Z)'",
+    ),
+    "a frame around the text": (
+        [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)### Frame:.*?</context>'",
+    ),
+    "a message of notes that moves": (
+        [
+            ex_chat(
+                {"role": "user", "content": "[Facts]\n- red\n- blue"},
+                {"role": "user", "content": EX_ASK},
+            ),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                {"role": "user", "content": "[Facts]\n- red\n- green"},
+                {"role": "user", "content": EX_THEN},
+            ),
+        ],
+        "rewritten turn 1 (user) taken out",
+        r"REPLAY_REGEX='(?s)\[Facts.*?(?:\n\n|\Z)'",
+    ),
+    "a line of the system prompt": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\nThe hour is 2026-11-29 09:10.\n" + EX_LONG),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                EX_THEN,
+                system=EX_RULES + "\nThe hour is 2026-11-29 09:11.\n" + EX_LONG,
+            ),
+        ],
+        "rewritten system clock",
+        "LIFT_REGEX='^The hour is .*$'",
+    ),
+    "a line without words of its own": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\n2026-11-29 09:10 (Sunday)\n" + EX_LONG),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                EX_THEN,
+                system=EX_RULES + "\n2026-11-30 09:11 (Monday)\n" + EX_LONG,
+            ),
+        ],
+        "rewritten system clock",
+        r"LIFT_REGEX='^\d+-\d+-\d+ \d+:\d+ \(\w+\)$'",
+    ),
+    "two lines": (
+        [
+            ex_chat(EX_ASK, system=f"Run: {a}\n{EX_RULES}\nGauge: {b}\n{EX_LONG}")
+            if turn == 0
+            else ex_chat(
+                EX_ASK, EX_SAID, EX_THEN, system=f"Run: {a}\n{EX_RULES}\nGauge: {b}\n{EX_LONG}"
+            )
+            for turn, a, b in ((0, 17, 40), (1, 18, 39))
+        ],
+        "rewritten system counter",
+        "LIFT_REGEX='^Run: .*$|^Gauge: .*$'",
+    ),
+    "a paragraph that came is no line": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, system=EX_RULES + "\nOne.\nTwo.\n" + EX_LONG),
+        ],
+        "rewritten system text",
+        "",
+    ),
+    "the system prompt changes and changes back": (
+        [
+            ex_chat(EX_ASK, system="Mode: plan\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, system="Mode: act\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG),
+        ],
+        "rewritten system text",
+        "LIFT_REGEX='^Mode: .*$'",
+    ),
+    "a developer message that is left out": (
+        [
+            {
+                "instructions": EX_LONG * 3,
+                "input": [
+                    {"role": "developer", "content": EX_LONG},
+                    {"role": "user", "content": EX_ASK},
+                ],
+                "tools": EX_AB,
+            },
+            {
+                "instructions": EX_LONG * 3,
+                "input": [
+                    {"role": "user", "content": EX_ASK},
+                    {"role": "assistant", "content": EX_SAID},
+                    {"role": "user", "content": EX_THEN},
+                ],
+                "tools": EX_AB,
+            },
+        ],
+        "rewritten system removed",
+        "",
+    ),
+    "an old answer, shortened": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+            ex_chat(EX_ASK, EX_SAID[:50], EX_THEN, "Nine.", "Thanks.", "Any time.", "Bye."),
+        ],
+        "rewritten turn 2 (assistant) removed",
+        "",
+    ),
+    "an old answer, left out": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+            ex_chat(
+                EX_ASK,
+                {"role": "user", "content": EX_THEN},
+                ex_thought("Nine."),
+                {"role": "user", "content": "Thanks."},
+                ex_thought("So."),
+                "Bye.",
+            ),
+        ],
+        "rewritten turn 2 (assistant) taken out",
+        "",
+    ),
+    "old turns, left out": (
+        [
+            ex_chat(
+                *(
+                    f"{'Question' if n % 2 == 0 else 'Answer'} number {n} about the shelf."
+                    for n in range(7)
+                )
+            ),
+            ex_chat(
+                *(
+                    f"{'Question' if n % 2 == 0 else 'Answer'} number {n} about the shelf."
+                    for n in range(4, 9)
+                )
+            ),
+        ],
+        "rewritten turn 1 (user) taken out",
+        "",
+    ),
+    "a picture that is left out": (
+        [
+            ex_chat(EX_PICTURE, EX_SAID, EX_THEN),
+            ex_chat(EX_NO_PICTURE, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+        ],
+        "rewritten turn 1 (user) text",
+        "",
+    ),
+    "results of parallel calls in another order": (
+        [
+            ex_chat(EX_ASK, ex_thought("", tool_calls=EX_CALLS), *pair, *more)
+            for pair, more in (
+                (EX_PAIR, ()),
+                (EX_PAIR[::-1], (ex_thought("So."), {"role": "user", "content": "x"})),
+            )
+        ],
+        "rewritten turn 3 (tool) order of tool results",
+        "",
+    ),
+    "reasoning that is no longer sent": (
+        [
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1], reasoning_content="Hm. " * 200),
+                EX_PAIR[0],
+            ),
+            (
+                ex_chat(
+                    EX_ASK,
+                    ex_thought("", tool_calls=EX_CALLS[:1]),
+                    EX_PAIR[0],
+                    ex_thought("So."),
+                    {"role": "user", "content": "x"},
+                ),
+                0.5,
+            ),
+        ],
+        "rewritten turn 2 reasoning",
+        "",
+    ),
+    "another agent with the same turns": (
+        [
+            ex_chat(EX_ASK, tools=EX_AB),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                "Write down what was learned.",
+                system="You keep lessons. " * 60,
+                tools=[ex_tool("learn")],
+            ),
+        ],
+        "cold system text",
+        "",
+    ),
+    "another channel": (
+        [ex_chat(EX_ASK, system=f"channel: {name}\n" + EX_LONG) for name in ("web", "phone")],
+        "cold system text",
+        "",
+    ),
+    "a question beside the conversation": (
+        [
+            ex_chat(EX_ASK),
+            ex_chat(EX_ASK, EX_SAID, "Write down what was learned."),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "new branch edited",
+        "",
+    ),
+    "a form of the chat that took the slot": (
+        [
+            ex_chat(EX_ASK, tools=EX_AB),
+            ex_chat(EX_ASK, EX_SAID, "Write down what was learned.", tools=EX_ABC),
+            (ex_chat(EX_ASK, EX_SAID, EX_THEN, tools=EX_AB), 0.2),
+        ],
+        "lost taken",
+        "",
+    ),
+    "a tool's result as a text and as parts": (
+        [
+            {
+                "system": EX_LONG,
+                "messages": [
+                    {"role": "user", "content": EX_ASK},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t1", "content": content}
+                        ],
+                    },
+                    *more,
+                ],
+            }
+            for content, more in (
+                ("bin", ()),
+                (
+                    [{"type": "text", "text": "bin"}],
+                    ({"role": "assistant", "content": "So."}, {"role": "user", "content": "x"}),
+                ),
+            )
+        ],
+        "extended",
+        "",
+    ),
+    "a reminder that moves into the result": (
+        [
+            {
+                "system": EX_LONG,
+                "messages": [
+                    {"role": "user", "content": EX_ASK},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+                    },
+                    {"role": "user", "content": parts},
+                    *more,
+                ],
+            }
+            for parts, more in (
+                (
+                    [
+                        {"type": "tool_result", "tool_use_id": "t1", "content": "bin " * 30},
+                        {"type": "text", "text": "<note>\nx\n</note>"},
+                    ],
+                    (),
+                ),
+                (
+                    [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t1",
+                            "content": "bin " * 30 + "\n\n<note>\nx\n</note>",
+                        }
+                    ],
+                    ({"role": "assistant", "content": "So."}, {"role": "user", "content": "x"}),
+                ),
+            )
+        ],
+        "rewritten turn 3 (tool) moved into the result",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EX_CURED)
+def test_explain_case(name: str) -> None:
+    steps, expected, cure = EX_CURED[name]
+    verdict = ex_play(steps)[-1]
+    place = verdict.where if verdict.name != "lost" and verdict.kind not in kvproxy.RETURNS else ""
+    assert " ".join(filter(None, (verdict.name, place, verdict.kind))) == expected
+    assert verdict.cure == cure and cure in verdict.line()
+
+
+@pytest.mark.parametrize("name", [name for name, row in EX_CURED.items() if "_REGEX" in row[2]])
+def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> None:
+    """What is set already did not help; what is switched off must be switched on first."""
+    steps, _, cure = EX_CURED[name]
+    setting, _, pattern = cure.partition("=")
+    known = {setting.lower(): (pattern[1:-1],)}
+    assert ex_play(steps, config=Config(**known))[-1].cure == ""
+    assert ex_play(steps, config=Config(scrub=False))[-1].cure == "SCRUB=1, which is off"
+    assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
+
+
+def test_explain_one_conversation_is_not_taken_for_another() -> None:
+    """Two chats that open with the same words go on by turns; nobody rewrote anything."""
+    a, b = ([ex_chat("hi", f"{name} hello", f"{name} more")] for name in "AB")
+    a += [ex_chat("hi", "A hello", "A more", "A yes", "A go on")]
+    b += [ex_chat("hi", "B hello", "B more", "B yes", "B go on")]
+    verdicts = ex_play([ex_chat("hi"), a[0], ex_chat("hi"), b[0], a[1], b[1]])
+    assert [verdict.name for verdict in verdicts].count("rewritten") == 0
+    assert [verdict.name for verdict in verdicts[4:]] == ["new branch", "new branch"]
+
+
+def test_explain_lost_in_the_numbers_of_the_case() -> None:
+    """Who came in between, what it shares, and what would have helped, at what price."""
+
+    def told(shared: int, own: int, more: int, **server: Any) -> str:
+        front = EX_LONG[:40] * shared
+        first = ex_chat("a" * own, system=front)
+        other = ex_chat("b" * more, system=front)
+        again = ex_chat("a" * own, "ok", "go on", system=front)
+        return ex_play([first, other, (again, 0.3, {"server": server} if server else {})])[
+            -1
+        ].advice
+
+    advice = told(100, 8000, 4000)
+    assert (
+        "another conversation came in between, which shares 1,000 of its 2,000 tokens (0.50)"
+        in advice
+    )
+    assert "with one slot, -np 2" in advice and "with several, -sps 0.51 keeps them apart" in advice
+    assert "at the price that new conversations start cold" in advice
+    assert "-sps" not in told(100, 8000, 4000, slots=1) and "-np 2" in told(
+        100, 8000, 4000, slots=1
+    )
+    assert "-np" not in told(100, 8000, 4000, slots=4)
+    assert "no -sps keeps two apart" in told(100, 1000, 4, slots=4)
+    assert "--cache-ram" in told(1, 8000, 9000, slots=4)
+
+
 EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
+    "tags": (ex_chat("### Task:\nGenerate 1-3 broad tags for the chat."), {}, "tags"),
+    "queries": (
+        ex_chat("### Task:\nDecide on the necessity of generating search queries for it."),
+        {},
+        "queries",
+    ),
+    "autocompletion": (ex_chat("### Task:\nYou are an autocompletion system."), {}, "completion"),
+    "follow-ups": (
+        ex_chat("### Task:\nSuggest 3-5 relevant follow-up questions."),
+        {},
+        "suggestion",
+    ),
     "title by its words": (
         ex_chat("Please write a 5-word title for this conversation:\nhi"),
         {},
