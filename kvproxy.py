@@ -2359,6 +2359,7 @@ KINDS = (  # what a differing span looks like, most telling first
     ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
     ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
     ("counter", r"\d+(?:[.,]\d+)*"),
+    ("id", r"\b\w*\d\w*"),
 )
 
 
@@ -2446,7 +2447,7 @@ RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the 
     "regenerated": "an older prompt again (regenerated)",
     "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
-VOLATILE = ("clock", "uuid", "hash", "counter", "path", "tool order")
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 class Prompt:
@@ -2723,9 +2724,7 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
         return "", ""
-    elif (
-        "(tool)" in old_name and "(tool)" in name and results(base, depth) == results(prompt, depth)
-    ):
+    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
         verdict.kind = "order of tool results"
     elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
@@ -2742,10 +2741,14 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
     return old, new
 
 
-def results(prompt: Prompt, depth: int) -> list[str]:
-    """The lines of the tool results that begin at a place, sorted."""
-    names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
-    return sorted("\n".join(prompt.texts[depth : depth + len(list(names))]).split("\n"))
+def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
+    """Whether the tool results that begin at a place are the same in another order."""
+    lines = []
+    for prompt in (a, b):
+        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
+        results = prompt.texts[depth : depth + len(list(names))]
+        lines.append("\n".join(results).split("\n"))
+    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -4111,6 +4114,10 @@ class Exchange:
         self.stream = False
         self.tap: Tap | None = None
 
+    def key(self) -> str:
+        """The client's key, for questions about its own request."""
+        return self.request.get("authorization").removeprefix("Bearer ")
+
     def size(self) -> int:
         """Bytes of the bodies."""
         same = self.forwarded is self.received
@@ -4609,9 +4616,9 @@ class Proxy:
             kept = [one for one in self.metrics.recent if one.number == base.number]
         texts = []
         for one in (*kept, exchange):
-            key = exchange.request.get("authorization").removeprefix("Bearer ")
             body = bytes(one.forwarded or b"")
-            found = members(self.backend.ask("/apply-template", 3.0, body, key)[1]).get("prompt")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            found = members(answer).get("prompt")
             if not isinstance(found, str):
                 return None
             texts.append(found)
@@ -4629,6 +4636,35 @@ class Proxy:
                 if found >= 0:
                     break
         return where, around(texts[0], at), around(texts[-1], at)
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
+        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        if view is None:
+            return {}
+        prompt = Prompt(segments_of(view))
+        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
+        turns = "\n".join(prompt.texts[prompt.first :])
+        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
+        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
+        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
+        found["estimated"] = True
+        if self.running == 0:
+            counts = [self.tokens(text, exchange.key()) for text in texts.values()]
+            if None not in counts:
+                found = {**dict(zip(texts, counts, strict=True)), "estimated": False}
+        rate = found["tools"] / (len(texts["tools"]) or 1)
+        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
+
+    def tokens(self, text: str, key: str) -> int | None:
+        """How many tokens the server makes of a text, if it tells."""
+        answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), key)[1]
+        found = members(answer).get("tokens")
+        return len(found) if isinstance(found, list) else None
 
     def record(self, exchange: Exchange, server: Json) -> None:
         """Settle a request's verdict; write page, metrics, log and capture."""
@@ -5322,6 +5358,8 @@ class Pages:
             raw.decode("utf-8", "replace") for raw in (received, forwarded)
         )
         row["diff"] = []
+        with contextlib.suppress(Unreadable, RecursionError):
+            row["where it goes"] = self.proxy.weights(exchange)
         if forwarded is received:
             return row
         with contextlib.suppress(

@@ -5929,8 +5929,8 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "rewritten: an answer": (
         [
-            ex_chat(EX_HI, "a1", EX_MORE, "a2", "a"),
-            ex_chat(EX_HI, "b1", EX_MORE, "a2", "a", "a3", "b"),
+            ex_chat(EX_HI, "one", EX_MORE, "a2", "a"),
+            ex_chat(EX_HI, "two", EX_MORE, "a2", "a", "a3", "b"),
         ],
         "rewritten turn 2 (assistant) text",
     ),
@@ -6891,6 +6891,51 @@ def ex_scripted(*numbers: Any) -> Script:
     return script
 
 
+def ex_llama(render: Callable[[ExJson], str], slots: int = 4) -> Script:
+    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
+    its slots, renders and counts as llama-server does."""
+    held: list[str] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            props = {"total_slots": slots, "model_path": "m.gguf"}
+            return link.reply(props if seen.target == "/props" else EX_MODELS)
+        body = seen.json()
+        if seen.target == "/tokenize":
+            return link.reply({"tokens": body["content"].split()})
+        if seen.target == "/apply-template":
+            return link.reply({"prompt": render(body)})
+        words = render(body).split()
+        cached = len(os.path.commonprefix([held, words]))
+        held[:] = words
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
+        return link.reply({"choices": [{"message": {"content": "ok"}}], "timings": timings})
+
+    return script
+
+
+def ex_template(body: ExJson, thinking: bool = True) -> str:
+    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
+    only, as Qwen3.5's does."""
+    told, messages = "", body["messages"]
+    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
+    for n, one in enumerate(messages):
+        thought = (
+            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
+        )
+        calls = json.dumps(one.get("tool_calls") or "")
+        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
+    return told + "<assistant> "
+
+
+def ex_loop(steps: int, *more: Any) -> ExJson:
+    """A chat in which `steps` calls were made; what a person says next may follow."""
+    turns: list[Any] = [EX_HI]
+    for step in range(steps):
+        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
+    return ex_chat(*turns, *more)
+
+
 def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[ExJson]:
     """The requests of a conversation that only grows."""
     said: list[str] = []
@@ -7501,7 +7546,7 @@ def test_explain_pages_by_method(rig: Any, path: str) -> None:
     assert (
         peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
     )  # the body was read
-    assert len(one.server.seen) == 1
+    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -7675,6 +7720,118 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
     assert found[3].verdict is not None and (
         "another conversation came in between" in found[3].verdict.advice
     )
+
+
+def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
+    """The client did its part; the place and what helps are told, in the log as well."""
+    one = rig(ex_llama(ex_template), log_level="info")
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [ex_loop(1), ex_loop(2), ex_loop(2, *done)],
+        "Authorization: Bearer k1\r\n",
+    )
+    names = [exchange.verdict.title() for exchange in found]
+    assert names == ["cold (tool step)", "extended (tool step)", "template (user turn)"]
+    verdict = found[2].verdict
+    assert verdict.where == "turn 2 (assistant)" and verdict.expected == found[1].usage.prompt
+    assert one.log.lines[-1].strip() == verdict.advice
+    assert "renders turn 2 (assistant) otherwise than before ('<think>" in verdict.advice
+    assert "--chat-template-file" in verdict.advice
+    asked = [seen for seen in one.server.seen if seen.target == "/apply-template"]
+    assert [seen.get("Authorization") for seen in asked] == [
+        "Bearer k1"
+    ] * 2  # once, for both bodies
+
+
+def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
+    """The server's slots are known by then, and advice names none that there are."""
+    one = rig(ex_llama(lambda body: ex_template(body, False)))
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(1), other, ex_loop(2)])
+    verdict = found[2].verdict
+    assert (verdict.name, verdict.kind) == ("lost", "taken")
+    assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
+    assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) -> None:
+    """Questions wait for an idle server; when it does not get idle, the words are those known."""
+    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
+    held = threading.Event()
+    serve = ex_llama(ex_template)
+
+    def script(link: Link, seen: Seen) -> None:
+        if b"wait for it" in seen.body:
+            held.wait(PATIENCE)
+        serve(link, seen)
+
+    one = rig(script)
+    peer = one.connect()
+    body = json.dumps(ex_chat("wait for it", system="")).encode()
+    peer.send(
+        b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        % (EX_CHAT_PATH.encode(), len(body))
+        + body
+    )
+    wait_for(lambda: one.server.seen)
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(2), ex_loop(2, *done)])
+    assert found[1].verdict.name == "lost"
+    assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
+    held.set()
+
+
+def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
+    """A prompt that the client only went on with, sent in another form: here because the proxy was
+    started anew with other settings in between."""
+    one = rig(ex_llama(ex_template))
+    stamped = [
+        ex_chat(f"[Wed 2026-02-18 20:48 UTC] {EX_HI}", *more) for more in ((), ("ok", EX_MORE))
+    ]
+    ex_exchange(one, EX_CHAT_PATH, stamped[:1])
+    one.proxy.scrubber.apply = lambda view, report: (
+        setattr(report, "regex_removed", 1)
+        or [
+            slot.set(slot.get().replace("file", "picture"))
+            for turn in view.turns
+            for slot in turn.slots()
+        ]
+    )
+    verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
+    assert (
+        verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
+    )
+
+
+def test_explain_without_numbers_the_pace_is_told(rig: Any) -> None:
+    """Time to the first byte for each 1,000 characters, against the conversation's first request."""
+    one = rig(ex_scripted(None), log_level="info")
+    found = ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
+    told = [exchange.verdict.line() for exchange in found]
+    assert told[0] == ""  # a first prompt has nothing to be held against
+    pattern = r"first byte after \d+\.\d s, \d+ ms for each 1,000 characters; \d+ ms in this conversation's first request"
+    assert all(re.fullmatch(pattern, line) for line in told[1:])
+    assert one.log.lines[-1].strip() == told[2]
+
+
+def test_explain_where_a_prompt_goes(rig: Any) -> None:
+    """System, tools and turns in tokens: counted by a server that can, else estimated and said so."""
+    body = ex_chat(
+        "one two three", system="be good", tools=[ex_tool(f"t{n}", "x" * 50 * n) for n in range(7)]
+    )
+    for script, estimated in ((ex_llama(ex_template), False), (ex_scripted(None), True)):
+        one = rig(script)
+        ex_exchange(one, EX_CHAT_PATH, [body])
+        found = one.get("/kvproxy/requests/1").json()["where it goes"]
+        assert found["estimated"] is estimated
+        assert list(found["largest tools"]) == ["t6", "t5", "t4", "t3", "t2"]
+        assert sum(found["largest tools"].values()) <= found["tools"]
+        if not estimated:
+            assert (found["system"], found["turns"]) == (2, 3)
+        else:
+            assert found["tools"] > found["turns"] > found["system"] > 0
 
 
 def test_explain_side_request_by_header(rig: Any) -> None:
