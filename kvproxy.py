@@ -65,7 +65,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
@@ -2236,22 +2236,18 @@ def segments_of(view: View) -> list[Segment]:
     return found
 
 
-def reasoning_of(view: View) -> dict[int, int]:
-    """Turn numbers, as in segments_of() -> characters of reasoning that the client sends with
-    them."""
-    found: dict[int, int] = {}
-    number = 1
+def reasoning_of(view: View) -> set[int]:
+    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
+    found, number = set(), 1
     for turn in view.turns[view.leading() :]:
         item = turn.item or {}
-        thoughts: list[Any] = [item.get("reasoning_content"), item.get("reasoning")]
-        if turn.role == "reasoning":
-            thoughts += [item.get("content"), item.get("summary"), item.get("encrypted_content")]
-        for part in listed(item.get("content")):
-            if members(part).get("type") in REASONING_PARTS:
-                thoughts.append(part.get("thinking") or part.get("text"))
-        size = sum(len(thought) for thought in thoughts if isinstance(thought, (str, list)))
-        if size:
-            found[number] = found.get(number, 0) + size
+        kinds = [members(part).get("type") for part in listed(item.get("content"))]
+        if (
+            turn.role == "reasoning"
+            or item.get("reasoning_content")
+            or any(kind in REASONING_PARTS for kind in kinds)
+        ):
+            found.add(number)
         number += turn.role != "reasoning"
     return found
 
@@ -2330,16 +2326,12 @@ def tool_name(tool: Any) -> str:
     return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing
-    characters."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common prefix, by halves: comparing slices is faster than comparing items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
 
 
@@ -2459,18 +2451,19 @@ class Prompt:
     of the conversation's first prompt."""
 
     __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
-                 "texts", "time", "tokens", "turns")  # fmt: skip
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
 
     def __init__(
         self,
-        segments: list[Segment],
+        view: View,
         conversation: str = "",
-        side: str = "",
-        reasoning: Mapping[int, int] | None = None,
+        headers: Mapping[str, str] | None = None,
         now: float = 0.0,
     ) -> None:
-        self.conversation, self.side, self.time = conversation, side, now
-        self.reasoning = reasoning or {}
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
+        self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
         is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
@@ -2504,7 +2497,7 @@ class Prompt:
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
-        depth = shared_links(self.chain, base.chain)
+        depth = common_prefix(self.chain, base.chain)
         if depth == len(base.chain):
             return True
         last = base.names[depth]
@@ -2514,7 +2507,7 @@ class Prompt:
 
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
-        depth = shared_links(self.chain, other.chain)
+        depth = common_prefix(self.chain, other.chain)
         known = self.length(depth)
         if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
             known += common_prefix(self.texts[depth], other.texts[depth])
@@ -2525,15 +2518,6 @@ def links(segments: list[Segment]) -> list[int]:
     """For each segment a hash of all up to it."""
     chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
     return list(chained)[1:]
-
-
-def shared_links(a: list[int], b: list[int]) -> int:
-    """How many links two chains have in common; what shares a link shares all before it."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
-    return low
 
 
 @dataclasses.dataclass
@@ -2552,6 +2536,8 @@ class Case:
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
+    idle: float = 0.0  # seconds without a request before it
+    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
 
 
 class Ledger:
@@ -2572,7 +2558,7 @@ class Ledger:
         later, in settle().
 
         `lost_at` is when the server was last found away, on the clock of the prompts."""
-        case = Case(Verdict(side=prompt.side), prompt)
+        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
             stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
             longest = self.longest(prompt)
@@ -2604,12 +2590,8 @@ class Ledger:
 
     def longest(self, prompt: Prompt) -> Prompt | None:
         """The newest prompt of those that share most segments with this one."""
-        low, high = 0, len(prompt.chain)
-        while low < high:
-            middle = (low + high + 1) // 2
-            known = prompt.chain[middle - 1] in self.index
-            low, high = (middle, high) if known else (low, middle - 1)
-        return self.entries[self.index[prompt.chain[low - 1]]] if low else None
+        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -2649,7 +2631,7 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     whole = changed = None
     deepest, reached = (-1, 0), -1
     for entry in own + relatives:
-        depth = shared_links(prompt.turns, entry.turns)
+        depth = common_prefix(prompt.turns, entry.turns)
         if depth == len(entry.turns) or prompt.goes_on(entry):
             if (depth, prompt.common(entry)) > deepest:
                 whole, deepest = entry, (depth, prompt.common(entry))
@@ -2707,7 +2689,7 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
     """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
     both have there."""
     was, now = base.tools(), prompt.tools()
-    depth = shared_links(prompt.chain, base.chain)
+    depth = common_prefix(prompt.chain, base.chain)
     (old_name, old), (name, new) = (
         (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
         for one in (base, prompt)
@@ -2867,16 +2849,9 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     return missing if due and missing >= little else 0
 
 
-def settle(
-    case: Case,
-    usage: Usage,
-    config: Config,
-    idle_seconds: float = 0.0,
-    server: Mapping[str, Any] | None = None,
-) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the verdict.
-
-    `server` is what Backend.describe() told, if it did."""
+def settle(case: Case, usage: Usage, config: Config) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the
+    verdict."""
     verdict, prompt, base = case.verdict, case.prompt, case.base
     prompt.tokens = usage.prompt
     if base is not None:
@@ -2884,7 +2859,7 @@ def settle(
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
-        explain_loss(case, usage, config, idle_seconds, server or {})
+        explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
     if verdict.name == "rewritten" and case.moved:
@@ -2893,13 +2868,11 @@ def settle(
         verdict.cure = cure_of(case, config)
 
 
-def explain_loss(
-    case: Case, usage: Usage, config: Config, idle_seconds: float, server: Mapping[str, Any]
-) -> None:
+def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
     verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
-    had = case.base.reasoning if case.base is not None and case.whole else {}
-    dropped = [str(number) for number in had if number not in case.prompt.reasoning]
+    had = case.base.reasoning if case.base is not None and case.whole else set()
+    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
     if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
@@ -2907,53 +2880,51 @@ def explain_loss(
     causes = {
         "away": case.away,
         "taken": bool(case.between),
-        "idle": idle_seconds > 300,
+        "idle": case.idle > 300,
         "checkpoint": cached < 0.05 * (usage.prompt or 0),
-        "partly": True,
+        "not all kept": True,
     }
     verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
     if verdict.kind == "taken":
-        why = taken_advice(case, expected / (usage.prompt or 1), server)
+        why = taken_advice(case, expected / (usage.prompt or 1))
     else:
-        why = advice(verdict.kind, config).format(minutes=round(idle_seconds / 60))
+        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
 
 
-ADVICE = {  # cause -> (what happened, the setting that helps, how); what is set already is not named
-    "away": (
-        "the server was away in between (restart or crash)",
-        "warmup_file",
-        "WARMUP_FILE has it read the prompts in again after a start",
-    ),
-    "idle": (
-        "nothing was sent for {minutes} minutes, and the server may unload when idle (--sleep-idle-seconds)",
-        "keepalive_seconds",
-        "KEEPALIVE_SECONDS prevents that",
-    ),
-    "checkpoint": (
-        "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a hybrid, recurrent or"
-        " sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-        "", "",
-    ),
-    "partly": (
-        "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models: --ctx-checkpoints),"
-        " or the chat template renders old turns in another way",
-        "", "",
-    ),
-    "template": (
-        "a template that keeps old turns as they were (--chat-template-file) helps",
-        "prefill_ahead",
-        "PREFILL_AHEAD=1 has them read while the person reads",
-    ),
+ADVICE = {  # what happened -> why or what helps | a setting that helps | how; what is set is not named
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
+    " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a"
+    " hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
+    " --ctx-checkpoints), or the chat template renders old turns in another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "system": "the client writes this part of its system prompt anew",
+    "tools": "keep the list of tools the same for the length of a conversation",
+    "tool": "keep a tool's description the same for the length of a conversation",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may read all again",
+    "turns": "have the client keep it, where it can",
+    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a larger host"
+    " cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from each other:"
+    " -sps above sim keeps those apart, at the price that new conversations start cold",
 }  # fmt: skip
 
 
 def advice(cause: str, config: Config) -> str:
-    told, setting, help = ADVICE[cause]
-    return told if getattr(config, setting, True) else f"{told}; {help}"
+    """An entry of ADVICE, without a setting that is set."""
+    told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
+    return told if getattr(config, setting, True) else f"{told}; {how}"
 
 
-def taken_advice(case: Case, own: float, server: Mapping[str, Any]) -> str:
+def taken_advice(case: Case, own: float) -> str:
     """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
     of this prompt that its slot should have held.
 
@@ -2979,7 +2950,7 @@ def taken_advice(case: Case, own: float, server: Mapping[str, Any]) -> str:
     if wanted >= own:
         apart = "no -sps keeps two apart that have so much in common"
     one_slot = "-np 2 gives each its own, if memory allows"
-    slots = server.get("slots")
+    slots = case.server.get("slots")
     if slots is None:
         return f"{told}: with one slot, {one_slot}; with several, {apart}"
     return f"{told}: {one_slot if slots == 1 else apart}"
@@ -4106,7 +4077,6 @@ class Exchange:
         self.report, self.trace = Report(), Trace()
         self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = 0.0  # seconds before it
         self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.explained = False
         self.usage = Usage()
@@ -4523,18 +4493,16 @@ class Proxy:
         exchange.explained = True
         agent = "x-claude-code-agent-id"
         try:
-            side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
-            segments, now = segments_of(view), time.monotonic()
-            talk = exchange.trace.conversation
-            prompt = Prompt(segments, talk, side, reasoning_of(view), now)
-            exchange.idle = exchange.started - self.last_end
+            headers = {agent: exchange.request.get(agent)}
+            talk, now, received = exchange.trace.conversation, time.monotonic(), None
+            prompt = Prompt(view, talk, headers, now)
             exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
             exchange.verdict = exchange.case.verdict
-            exchange.verdict.step = step_of(view)
+            exchange.case.idle = exchange.started - self.last_end
             if exchange.forwarded is not exchange.received and exchange.received is not None:
                 received = view_of(parse(exchange.received), view.dialect)
-                segments = segments_of(received) if received is not None else segments
-                prompt = Prompt(segments, talk, side, None, now)
+            if received is not None:
+                prompt = Prompt(received, talk, headers, now)
             straight = self.received.judge(prompt)
             exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
         except RecursionError:
@@ -4590,24 +4558,16 @@ class Proxy:
                 self.warmup.remember(exchange)
             exchange.tap, exchange.view, exchange.trace.newest = None, None, []
             case = exchange.case
-            short = case is not None and missing_tokens(case, exchange.usage)
-            if case is None or not short or not self.asking.acquire(False):
-                self.record(exchange, {})
+            if (
+                case is not None
+                and missing_tokens(case, exchange.usage)
+                and self.asking.acquire(False)
+            ):
+                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
-                threading.Thread(target=self.look_into, args=(exchange, case), daemon=True).start()
+                self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
-
-    def look_into(self, exchange: Exchange, case: Case) -> None:
-        """Record a request of which less was reused than should have been, once the server is idle
-        and has told its slots, and how its chat template renders the two prompts."""
-        try:
-            server = self.backend.describe() if self.still.wait(IDLE_WAIT) else {}
-            self.record(exchange, server)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
-        finally:
-            self.asking.release()
 
     def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
         """Where the chat template renders a conversation's turns in another way than it did for the
@@ -4644,49 +4604,55 @@ class Proxy:
         view = view_of(parse(exchange.forwarded), exchange.dialect)
         if view is None:
             return {}
-        prompt = Prompt(segments_of(view))
+        prompt = Prompt(view)
         tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
         turns = "\n".join(prompt.texts[prompt.first :])
         texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
         rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
         found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
         found["estimated"] = True
-        if self.running == 0:
-            counts = [self.tokens(text, exchange.key()) for text in texts.values()]
-            if None not in counts:
-                found = {**dict(zip(texts, counts, strict=True)), "estimated": False}
+        for name, text in texts.items() if self.running == 0 else ():
+            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
+            tokens = members(answer).get("tokens")
+            if not isinstance(tokens, list):
+                break
+            found[name], found["estimated"] = len(tokens), name != "turns"
         rate = found["tools"] / (len(texts["tools"]) or 1)
         sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
 
-    def tokens(self, text: str, key: str) -> int | None:
-        """How many tokens the server makes of a text, if it tells."""
-        answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), key)[1]
-        found = members(answer).get("tokens")
-        return len(found) if isinstance(found, list) else None
+    def record(self, exchange: Exchange, ask: bool = False) -> None:
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
+        than should have been; the server is asked for its slots, and how its chat template renders
+        the prompts, once it is idle."""
+        try:
+            case, exchange.case = exchange.case, None
+            if case is not None:
+                if ask and self.still.wait(IDLE_WAIT):
+                    case.server = self.backend.describe()
+                self.settle(exchange, case)
+            self.capture.write(exchange)
+            warning = self.metrics.count(exchange)
+            if case is not None:
+                case.prompt.number = exchange.number
+            if self.log.isEnabledFor(logging.INFO):
+                for line in log_lines(exchange):
+                    self.log.info("%s", line)
+            if warning:
+                self.log.warning("%s", warning)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
+        finally:
+            if ask:
+                self.asking.release()
 
-    def record(self, exchange: Exchange, server: Json) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture."""
-        case, exchange.case = exchange.case, None
-        if case is not None:
-            self.settle(exchange, case, server)
-        self.capture.write(exchange)
-        warning = self.metrics.count(exchange)
-        if case is not None:
-            case.prompt.number = exchange.number
-        if self.log.isEnabledFor(logging.INFO):
-            for line in log_lines(exchange):
-                self.log.info("%s", line)
-        if warning:
-            self.log.warning("%s", warning)
-
-    def settle(self, exchange: Exchange, case: Case, server: Json) -> None:
+    def settle(self, exchange: Exchange, case: Case) -> None:
         """Settle a request's verdict."""
         verdict, usage = case.verdict, exchange.usage
-        settle(case, usage, self.config, exchange.idle, server)
+        settle(case, usage, self.config)
         chat = exchange.dialect is not None and exchange.dialect.name == "chat"
-        if verdict.name == "lost" and case.whole and case.base is not None and server and chat:
+        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
             change = self.template_change(exchange, case.base)
             if change is not None:
                 verdict.name = verdict.kind = "template"
@@ -5856,36 +5822,29 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = [  # what a server's log line tells: (name, pattern); llama.cpp old and new, ik_llama.cpp
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
-    for name, pattern in (
-        ("slot", r"slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)"),
-        ("slot", r"selected slot by (?P<lru>LRU)"),
-        ("slot", r"slot is processing (?P<task_begins>task)"),
-        (
-            "prompt",
-            r"new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
-        ),
-        ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
-        ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
-        ("cached", r"kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)"),
-        ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
-        (
-            "eval",
-            r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens",
-        ),
-        ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
-        ("start", r"server is listening on|loading model"),
-    )
-]
+    for name, pattern in (row.split(None, 1) for row in r"""
+slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    selected slot by (?P<lru>LRU)
+slot    slot is processing (?P<begins>task)
+prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
+counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
+cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
+cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
+cached  kv cache rm \[(?P<cached>\d+), end\)
+full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
+cancel  cancel task, id_task = (?P<cancelled>\d+)
+start   server is listening on|loading model""".strip().splitlines())
+]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
 LOG_SLOT = re.compile(
     r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
 LOG_FLOATS = ("sim", "ms")
-LOG_WORDS = ("lru", "forced", "task_begins")  # all other groups are whole numbers
+LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -5897,26 +5856,11 @@ STRAIGHT = (
     "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
     " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
 )
-INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it, where the case does not tell
-    "system": "The client writes this part of its system prompt anew.",
-    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
-    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
-    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
-    " sliding-window models may read the whole prompt again.",
-    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
-    " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].capitalize() + ".",
-    "no similar slot": "A new conversation, or another one took its slot: more slots (-np) or a larger host cache"
-    " (--cache-ram).",
-    "low similarity": "Something near the start of the prompt changes, or another conversation took the slot.",
-    "slot cut": "Prompts change in the middle, or conversations that begin alike take a slot from each other: -sps above"
-    " sim keeps those apart, at the price that new conversations start cold.",
-}
 INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
     "estimated": False,
     "cause": "",
-    "advice": "",
+    "cure": "",
 }
 
 
@@ -5941,14 +5885,14 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
             if row["cause"]:
                 found = findings.setdefault(row["cause"], {
                     "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
-                    "example": row["what"], "advice": row["advice"],
+                    "example": row["what"], "cure": row["cure"],
                 })  # fmt: skip
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found)
+        found["advice"] = inspect_advice(found, config)
     if args.json:
         print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
         return 0
@@ -5997,13 +5941,13 @@ def inspect_line(number: int, row: Json) -> str:
     return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
-def inspect_advice(found: Json) -> str:
+def inspect_advice(found: Json, config: Config) -> str:
     """What to do about a finding."""
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    fitting = (text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
-    advice = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-    return advice + (f"{found['advice']}." if found["advice"] else next(fitting, ""))
+    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
+    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+    return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
@@ -6012,15 +5956,11 @@ class LogReader:
 
     def __init__(self, config: Config) -> None:
         self.config, limit = config, config.ledger_mb << 20
-        self.ledger, self.cured = (
-            Ledger(limit),
-            Ledger(limit),
-        )  # as captured, and as kvproxy would have sent it
+        self.ledger = Ledger(limit)  # of prompts as captured
+        self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.scrubber, self.replay = Scrubber(config), Replay(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[
-            tuple[str, str], Json
-        ] = {}  # port and slot -> what is known of the task in it
+        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
         self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
@@ -6052,10 +5992,10 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        prompt = self.prompt(view, side_of(view.body, headers, view), now)
+        prompt = Prompt(view, self.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
+        case.idle = now - self.ended if self.ended else 0.0
         verdict, prompt.number = case.verdict, self.ledger.count
-        verdict.step = step_of(view)
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
         }
@@ -6064,32 +6004,27 @@ class LogReader:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            settle(case, usage, self.config, now - self.ended if self.ended else 0.0)
+            settle(case, usage, self.config)
         self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.cure(view, prompt.side).name == "extended" and changed
+        cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
         found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
         found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
         found.update(tokens=usage.prompt, read=usage.read())
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found.update(
-                cause=cause_of(verdict), cured=cured, advice=verdict.cure or verdict.advice
-            )
+            found.update(cause=cause_of(verdict), cured=cured)
+            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def prompt(self, view: View, side: str, now: float) -> Prompt:
-        talk = self.replay.conversation(view)
-        return Prompt(segments_of(view), talk, side, reasoning_of(view), now)
-
-    def cure(self, view: View, side: str) -> Verdict:
+    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         if view.dialect.edited:
             report = Report()
             self.scrubber.apply(view, report)
             self.replay.apply(view, lift(view, self.replay), report)
-        return self.cured.judge(self.prompt(view, side, 0.0)).verdict
+        return self.cured.judge(Prompt(view, self.replay.conversation(view), headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
@@ -6110,17 +6045,16 @@ class LogReader:
         if name == "start":
             return self.end(port)
         if name == "cancel":
+            number = match["cancelled"]
             ended = [
-                slot
-                for slot, task in self.tasks.items()
-                if slot[0] == port and task.get("task") == match["cancelled"]
+                key
+                for key, task in self.tasks.items()
+                if (key[0], task.get("task")) == (port, number)
             ]
             return [self.close(slot, ", cancelled") for slot in ended]
         task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
-        if name == "slot" or (
-            known and name in ("prompt", "counts")
-        ):  # the slot's next task begins
+        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
             done = [self.close(slot)] if known else []
             task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
         self.tasks[slot] = task
@@ -6157,7 +6091,7 @@ class LogReader:
             row.update(cause="low similarity", what="little in common with what the slot held")
         elif mostly:
             row.update(
-                cause="not kept", what="the slot held a similar prompt, but most was read again"
+                cause="not all kept", what="the slot held a similar prompt, but most was read again"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             row.update(cause="slot cut", what="a part of what the slot held was thrown away")
@@ -6182,7 +6116,7 @@ def cause_of(verdict: Verdict) -> str:
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     if verdict.kind == "reasoning":
-        return "turns, reasoning that is no longer sent"
+        return "turns, whose reasoning is no longer sent"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
         start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])

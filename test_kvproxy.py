@@ -5713,10 +5713,8 @@ def ex_prompt(body: ExJson, headers: dict[str, str] | None = None, now: float = 
     """A body as the ledger takes it."""
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    side, talk = kvproxy.side_of(body, headers or {}, view), kvproxy.Replay(Config())
-    return kvproxy.Prompt(
-        kvproxy.segments_of(view), talk.conversation(view), side, kvproxy.reasoning_of(view), now
-    )
+    talk = kvproxy.Replay(Config()).conversation(view)
+    return kvproxy.Prompt(view, talk, headers or {}, now)
 
 
 def ex_play(
@@ -5732,8 +5730,8 @@ def ex_play(
         tokens = prompt.length() // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        usage, server = kvproxy.Usage(tokens, cached), extra.get("server")
-        kvproxy.settle(case, usage, config or Config(), extra.get("idle", 0.0), server)
+        case.idle, case.server = extra.get("idle", 0.0), extra.get("server", {})
+        kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
         prompt.number = now + 1
         found.append(case.verdict)
     return found
@@ -6052,14 +6050,14 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "lost: idle": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"idle": 1800})], "lost idle"),
     "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost checkpoint"),
-    "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost partly"),
+    "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost not all kept"),
     "lost: a new branch finds nothing": (
         [ex_chat(EX_HI), (ex_chat("Other words."), 0.0)],
         "lost checkpoint",
     ),
     "lost: one part in fifty": (
         [ex_chat(EX_HI, system=EX_LONG * 9), (ex_chat(EX_HI, "ok", "x", system=EX_LONG * 9), 0.98)],
-        "lost partly",
+        "lost not all kept",
     ),
     "not lost: but for 60 tokens": (
         [
@@ -6797,8 +6795,9 @@ def test_explain_ledger_does_not_slow_down() -> None:
         ledger, count = kvproxy.Ledger(256 << 20), 0
 
         def prompt(talk: str, start: str, text: str) -> kvproxy.Prompt:
-            system = kvproxy.Segment("system", EX_LONG + start)
-            return kvproxy.Prompt([system, kvproxy.Segment("turn 1 (user)", text)], talk)
+            one = ex_prompt(ex_chat(text, system=EX_LONG + start))
+            one.conversation = talk
+            return one
 
         for number in range(entries):
             ledger.judge(prompt(f"talk {number}", str(number % 7), f"q {number}"))
@@ -7025,7 +7024,7 @@ def test_explain_log_second_line(rig: Any) -> None:
         "rewritten (user turn)",
         "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'; LIFT_REGEX='^Token gauge: .*$'",
         "lost (user turn)",
-        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint'][0]}",
+        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
         "cold (title)",  # no second line: a side request is no fault
     ]
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
@@ -8472,7 +8471,7 @@ EX_OLD_ROWS = [
         None,
         5250.0,
         "the slot held a similar prompt, but most was read again",
-        "not kept",
+        "not all kept",
     ),
     (
         0,
