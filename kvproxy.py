@@ -5228,7 +5228,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory held for explanations."),
     (
         "kvproxy_start_time_seconds",
         lambda on: on.metrics.since,
