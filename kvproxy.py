@@ -47,7 +47,6 @@ import ipaddress
 import itertools
 import json
 import logging
-import marshal
 import math
 import os
 import random
@@ -121,12 +120,14 @@ class Config:
         True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
     )
     strip_message_ids: str = setting(
-        "1",
-        "drop per-message ids from OpenClaw's metadata; system: in system prompts only",
+        "system",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
         choices=("0", "1", "system"),
     )
-    strip_timestamps: bool = setting(
-        True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts"
+    strip_timestamps: str = setting(
+        "auto",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        choices=("auto", "0", "1"),
     )
     strip_billing: bool = setting(
         True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
@@ -418,9 +419,7 @@ class Turn:
     item: Json | None
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, int] | None = (
-        None  # for Replay: what it says, and its link in the chain
-    )
+    said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -434,7 +433,7 @@ class Turn:
 
     def changed(self) -> None:
         """Forget what was found out about it."""
-        self.raw = self.mark = self.told = None
+        self.raw = self.said = self.told = None
 
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
@@ -466,38 +465,9 @@ class Turn:
         slots = self.slots()
         return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
 
-    def rest(self) -> str:
-        """What the turn says beside its texts, each piece behind a separator: tool calls by id and
-        name, results, images; not how a client spells them."""
-        content, item = self.holder.get(self.key), self.item
-        said: list[Any] = []
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
-                    said += (
-                        [part.get("id"), part.get("name")]
-                        if part.get("type") == "tool_use"
-                        else [bare(part)]
-                    )
-        elif content is not None and not isinstance(content, str):
-            said.append(content)
-        if item is not None:
-            keys = ("name",) if self.role == "user" else ("call_id", "tool_call_id")
-            said += [item[key] for key in keys if item.get(key) is not None]
-            calls = item.get("tool_calls")
-            for call in calls if isinstance(calls, list) else ():
-                function = call.get("function") if isinstance(call, dict) else None
-                said += (
-                    [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
-                )
-        return "".join(
-            [PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said]
-        )
 
-
-PIECE = "\x1f"
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-_UNSAID_PARTS = (
+UNSAID_PARTS = (
     *TEXT_PARTS,
     "thinking",
     "redacted_thinking",
@@ -597,6 +567,14 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     return View(body, dialect, head, [turn_of(item) for item in items])
 
 
+def goes_on_elsewhere(view: View) -> bool:
+    """Whether the server holds a part of the prompt: a stored response, or items by reference."""
+    stored = ("previous_response_id", "conversation")
+    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
+        return True
+    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+
+
 def guess_dialect(body: Json) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
     if "input" in body:
@@ -673,32 +651,16 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
-Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
-
-
-class Prefix(NamedTuple):
-    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its
-    end."""
-
-    dialect: Dialect
-    pieces: list[tuple[bytes, int]]
-    turns: list[Turn]
-
-
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The least recently used
-    go first. Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
+    Safe to use from many threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice
-        to six times that."""
+        """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.older: dict[bytes, Turn] = {}
-        self.size = 0  # of `newer`
-        self.prefixes: list[Prefix] = []  # of large bodies, the newest first
-        self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
@@ -718,9 +680,7 @@ class Reader:
         if found is None:
             raise Unreadable("not the usual spelling")
         start, opening = found.start(1), found[2]
-        turns, known = self.begin(raw, start, dialect)
-        place = known[-1][1] if known else found.start(2)
-        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
+        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
         text = f"{raw[:start].decode()}-Infinity{after}"
         body = _parse_holed(text)
         if (
@@ -733,20 +693,13 @@ class Reader:
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
-        if len(raw) >= self.short:
-            self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
         return view
 
-    # --- turn by turn -----------------------------------------------------------------------------
-
-    def read(
-        self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect
-    ) -> tuple[Bounds, str]:
-        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what
-        follows the list."""
-        bounds, at, wasted = [], 0, 0
+    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
+        """The turns that `data` begins with, and what follows the list."""
+        turns: list[Turn] = []
+        at = wasted = 0
         while True:
-            bounds.append((len(turns), at))
             end, comma = next_item(data, opening, at)
             first = not turns and not dialect.system
             turn = self.recall(data[at : end - comma], first) if comma else None
@@ -762,14 +715,12 @@ class Reader:
             turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
             if behind[1] == b"]":
-                return bounds, data[at:].decode()
+                return turns, data[at:].decode()
 
     def recall(self, raw: bytes, first: bool) -> Turn | None:
         """The turn in these bytes, if it is known; but what is cut out of a system text depends on
         those before it."""
-        turn = self.newer.get(raw)
-        if turn is None and (turn := self.older.get(raw)) is not None:
-            self.keep(raw, turn)
+        turn = self.known.get(raw)
         return None if turn is None or (turn.role == "system" and not first) else turn
 
     def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
@@ -783,58 +734,21 @@ class Reader:
         return turn
 
     def keep(self, raw: bytes, turn: Turn) -> None:
-        size = len(raw) + 1000
+        size = turn_size(raw)
         if size > self.limit >> 1:
             return  # all others would have to go
-        if self.size + size > self.limit:
-            self.older, self.newer, self.size = self.newer, {}, 0
         self.size += size
-        self.newer[raw] = turn
+        self.known[raw] = turn
+        while self.size > self.limit:
+            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
+                oldest = next(iter(self.known))
+                del self.known[oldest]
+                self.size -= turn_size(oldest)
 
-    # --- the beginning of large bodies, as a whole ------------------------------------------------
 
-    def begin(
-        self, raw: bytes | bytearray, start: int, dialect: Dialect
-    ) -> tuple[list[Turn], Bounds]:
-        """The turns that the list at `start` has in common with an earlier one, and the bounds of
-        the pieces they came in."""
-        best: Bounds = []
-        turns: list[Turn] = []
-        for prefix in self.prefixes:
-            bounds, at = [], start
-            for piece, count in prefix.pieces if prefix.dialect is dialect else ():
-                if not raw.startswith(piece, at):
-                    break
-                at += len(piece)
-                bounds.append((count, at))
-            if bounds[-1:] > best[-1:]:
-                best, turns = bounds, prefix.turns[: bounds[-1][0]]
-        return turns, best
-
-    def end(
-        self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds
-    ) -> None:
-        """Note the beginning of a body's list: up to its newest user turn, which may come in
-        another form next time, and up to its last turn."""
-        turns, last = view.turns, bounds[-1]
-        newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
-        middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
-        if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
-            return
-        if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
-            return  # see recall()
-        data = memoryview(raw)
-        pieces = [
-            (bytes(data[start : middle[1]]), middle[0]),
-            (bytes(data[middle[1] : last[1]]), last[0]),
-        ]
-        used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
-        for other in self.prefixes[:7]:
-            if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
-                used += sum(len(piece) for piece, _ in other.pieces)
-                if used <= self.limit:
-                    prefixes.append(other)
-        self.prefixes = prefixes
+def turn_size(raw: bytes) -> int:
+    """About the bytes that a turn takes, which was read from these."""
+    return 1500 + 3 * len(raw)
 
 
 def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
@@ -887,6 +801,12 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
+    def count(self, counts: list[tuple[str, int]]) -> bool:
+        """Add numbers to fields; whether there were any."""
+        for name, number in counts:
+            setattr(self, name, getattr(self, name) + number)
+        return bool(counts)
+
     def edits(self) -> int:
         return (
             self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
@@ -899,7 +819,41 @@ class Report:
 # out
 # ==================================================================================================
 
-# --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below wor
+LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
+    "turns": 8000,
+    "texts in a turn": 500,
+    "tools": 2000,
+    "decorations of a text": 256,
+}
+
+
+def check_limit(what: str, count: int) -> None:
+    """Raise Unreadable if there are more than LIMITS allows."""
+    if count > LIMITS[what]:
+        raise Unreadable(f"too many {what}")
+
+
+def check_limits(view: View) -> None:
+    """Raises Unreadable."""
+    check_limit("turns", len(view.turns))
+    check_limit("tools", len(listed(view.body.get("tools"))))
+    for turn in view.all():
+        check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+
+
+Span = tuple[int, int]  # from the first character to the one behind the last
+
+
+def without(text: str, spans: list[Span]) -> str:
+    """A text without some parts of it; those may overlap."""
+    kept, at = [], 0
+    for start, end in sorted(spans):
+        kept.append(text[at:start])
+        at = max(at, end)
+    return "".join([*kept, text[at:]])
+
+
+# --- decorations: what OpenClaw and others put in front of a user text, and behind it --------------
 
 _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
@@ -909,177 +863,208 @@ _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
-_EVENT = r"System(?: \(untrusted\))?:"
+# [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
+# without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
+# with the message, and never vary.
+_STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
 _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_EVENT = r"System(?: \(untrusted\))?:"
+_INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 
-LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
-    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-    # without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
-    # with the message, and never vary.
-    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
-    ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
-    (
-        "context",
-        r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)",
-    ),
-    ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
-    ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
-    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)"),
-    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
-    ("reminder", r"<system-reminder>.*?</system-reminder>"),
-    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
-    ("reply", r"\[Replying to .*?\[/Replying\]"),
-    (
-        "line",
-        r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)",
-    ),
-)
-LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
-TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the first whose ending fits
+LEADS = tuple(  # (kind, how it begins, how it ends; nothing: where the beginning does)
+    (kind, opening, re.compile(ending))
+    for kind, opening, ending in (
+        ("stamp", _STAMP, ""),
+        ("block", rf"{_LABEL} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
+        ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])", r"\n(?:\n|\Z)"),
+        ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
+        ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*", ""),
+        ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
+        ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
+        ("reminder", "<system-reminder>", "</system-reminder>"),
+        ("environment", "<environment_context>", "</environment_context>"),
+        ("environment", "<environment_details>", "</environment_details>"),
+        ("reply", r"\[Replying to ", r"\[/Replying\]"),
+        ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
+        ("line", r"Delivery: [^\n]*", ""),
+    )
+)  # fmt: skip
+LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
+TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
 TAIL_LINE = re.compile(
-    r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| "
+    r"\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]\Z|Runtime: agent=[^\n]* \| "
 )
 
 
-def lead(text: str) -> list[re.Match[str]]:
-    """The decorations at the start of a user text, in order; a match's group names are the kinds of
-    LEADS.
+class Lead(NamedTuple):
+    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
+    `inner` is where its content begins."""
+
+    kind: str
+    start: int
+    inner: int
+    end: int
+
+
+def lead(text: str) -> list[Lead]:
+    """The decorations at the start of a user text, in order. Raises Unreadable.
 
     At most one stamp counts: a second one was typed by the person.
     """
-    found: list[re.Match[str]] = []
+    found: list[Lead] = []
+    stamped = False
     at = len(text) - len(text.lstrip())
-    while match := LEAD.match(text, at):
-        if match["stamp"] is not None and any(one["stamp"] is not None for one in found):
+    while opening := LEAD.match(text, at):
+        kind, _, ending = LEADS[(opening.lastindex or 0) - 1]
+        closing = ending.search(text, opening.end())
+        if closing is None or (stamped and kind == "stamp"):
             break
-        found.append(match)
-        at = match.end()
-        while text.startswith("\n", at):
-            at += 1
+        stamped = stamped or kind == "stamp"
+        end = closing.end()
+        while text.startswith("\n", end):
+            end += 1
+        found.append(Lead(kind, at, opening.end(), end))
+        check_limit("decorations of a text", len(found))
+        at = end
     return found
 
 
 def only_lead(text: str) -> bool:
     """Whether a part of a user turn holds decorations alone, so that the next part begins what the
     person wrote."""
-    spans = lead(text)
-    return not text[spans[-1].end() if spans else 0 :].strip()
+    found = lead(text)
+    return not text[found[-1].end if found else 0 :].strip()
 
 
-# --- JSON members taken out without touching the layout of what stays -----------------------------
+# --- JSON members, found without parsing: the layout of what stays is kept -------------------------
 
 ID_KEYS = frozenset(
     ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
 )
-# In the system prompt these vary from turn to turn as well: who speaks in a group, and what was
-# mentioned.
-INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+# What is no string and no bracket passes if it looks like numbers, words, commas and colons: it is
+# enough to know where a value ends.
+JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
+JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
+JSON_COMMA = re.compile(r"\s*(,\s*)?")
+CLOSING = {"{": "}", "[": "]"}
 
 
-def nested(levels: int) -> str:
-    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks
-    like numbers, words, commas and colons: it is enough to know where the value ends."""
-    inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
-    return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
+def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
+    """Where the JSON object or array at text[start] ends, and its members of those names, at any
+    depth. (-1, []) where no such value stands."""
+    quoted = {f'"{name}"' for name in names}
+    found: list[Span] = []
+    open_brackets: list[str] = []
+    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
+    at = start
+    while token := JSON_TOKEN.match(text, at):
+        word, at = token[1], token.end()
+        if word in CLOSING:
+            open_brackets.append(CLOSING[word])
+        elif not open_brackets:
+            break
+        elif word in "}]":
+            if open_brackets.pop() != word:
+                break
+            if member >= 0 and len(open_brackets) == outside:
+                found.append((member, at))
+                member = -1
+            if not open_brackets:
+                return at, found
+        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
+            if text.startswith(("{", "["), value.end()):
+                member, outside = token.start(1), len(open_brackets)
+            else:
+                found.append((token.start(1), value.end()))
+            at = value.end()
+    return -1, []
 
 
-def member_of(keys: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the members of those names, with the comma behind. In JSON, no string holds
-    such bare quotes."""
-    names = "|".join(sorted(keys))
-    return re.compile(
-        rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?'
-    )
+def with_commas(text: str, members: list[Span]) -> list[Span]:
+    """What has to go with these members of a JSON value, so that no comma dangles."""
+    spans: list[Span] = []
+    for start, end in members:
+        comma = JSON_COMMA.match(text, end)
+        assert comma is not None  # it matches nothing, too
+        if comma[1]:
+            spans.append((start, comma.end()))
+            continue
+        # the last one of its object: the comma before it goes
+        while spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        while text[start - 1].isspace():
+            start -= 1
+        if text[start - 1] == ",":
+            start -= 1
+        spans.append((start, comma.end() if text[start - 1] == "{" else end))
+    return spans
 
 
-NESTED = re.compile(nested(8))  # clients write three levels at most
-ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
+# --- OpenClaw's inbound object ---------------------------------------------------------------------
 
-
-def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
-    """Take the members that `member` matches, at any depth, out of the JSON object or array at
-    text[start].
-
-    Returns (new value, end of the old value, members removed). The layout of what stays is kept,
-    and no comma dangles. Where no such value ends, that is ("", start, 0)."""
-    value = NESTED.match(text, start)
-    if value is None:
-        return "", start, 0
-    kept, at, removed = "", start, 0
-    for match in member.finditer(text, start, value.end()):
-        kept += text[at : match.start()]
-        at = match.end()
-        removed += 1
-        if not match["comma"]:  # the last member: the comma before it goes
-            kept = kept.rstrip().removesuffix(",")
-            at = match.end() if kept.endswith("{") else match.start("space")
-    return kept + text[at : value.end()], value.end(), removed
-
-
-# --- the rules' functions: a text and the decorations at its start in, cuts out -------------------
-
-
-class Cut(NamedTuple):
-    """text[start:end] becomes `put`, which has `removed` things less."""
-
-    start: int
-    end: int
-    put: str
-    removed: int
-
-
-Lead = list[re.Match[str]]
 INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
+BRACKET = re.compile(
+    rf"{_STRING[:-1]}(?:\"|$)|[{{}}\[\]]", re.MULTILINE
+)  # a string ends with its line
 
 
-def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
-    """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
-    done = 0
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 16):  # clients write one
-        start = mark.start()
-        for _attempt in range(
-            32
-        ):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
-            start = text.rfind("{", done, start)
-            if start < 0:
-                break
-            value, end, count = drop_members(text, start, INBOUND_MEMBER)
-            if end > mark.start():
-                done = end
-                if count:
-                    yield Cut(start, end, value, count)
-                break
+def inbound_objects(text: str) -> Iterator[int]:
+    """Where the openclaw.inbound_meta JSON objects of a system prompt begin; clients write one."""
+    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
+        room = max(0, mark.start() - INBOUND_ROOM)
+        open_brackets: list[re.Match[str]] = []
+        # No JSON string holds a line break, so from the start of a line on quotes come in pairs.
+        line = text.find("\n", room, mark.start()) + 1 if room else 0
+        for bracket in BRACKET.finditer(text, max(line, room), mark.start()):
+            if bracket[0] in CLOSING:
+                open_brackets.append(bracket)
+            elif bracket[0] in "}]" and open_brackets:
+                open_brackets.pop()
+        if open_brackets:
+            yield open_brackets[-1].start()
 
 
-# A line that closes a text stays: clients store it with the message, it never varies, and tools to
-# react or edit need it.
-ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*",
-    re.MULTILINE,
-)
+# --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
+
+Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
 
-def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
-    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...]
-    lines."""
-    for start, end in [match.span("json") for match in spans if match["json"]]:
-        value, stop, count = drop_members(text, start, ID_MEMBER)
-        if stop == end and count:
-            yield Cut(start, end, value, count)
-    for line in ID_LINE.finditer(text):
-        yield Cut(*line.span(), "", 1)
+def cut_inbound(text: str, _: list[Lead]) -> Cuts:
+    """The ids in OpenClaw's inbound object in a system prompt."""
+    members = []
+    for start in inbound_objects(text):
+        members += json_members(text, start, ID_KEYS)[1]
+    return with_commas(text, members), len(members)
 
 
-def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks."""
-    for match in spans:
-        if match["stamp"] is not None:
-            yield Cut(*match.span(), "", 1)
+def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
+    """The ids in the labelled JSON blocks at the start of a user text."""
+    members = []
+    for block in leads:
+        end, found = json_members(text, block.inner, ID_KEYS) if block.kind == "block" else (-1, [])
+        if text.startswith("\n```", end) and end < block.end:
+            members += found
+    return with_commas(text, members), len(members)
+
+
+STAMP = re.compile(_STAMP)
+
+
+def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
+    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
+    a log."""
+    for one in leads:
+        if one.kind == "stamp":
+            line = text.find("\n", one.inner) + 1
+            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
+            return ([], 0) if log else ([(one.start, one.inner)], 1)
+    return [], 0
 
 
 BILLING = re.compile(
@@ -1087,10 +1072,10 @@ BILLING = re.compile(
 )
 
 
-def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
+def cut_billing(text: str, _: list[Lead]) -> Cuts:
     """Claude Code's attribution, at the very start."""
-    if match := BILLING.match(text):
-        yield Cut(*match.span(), "", 1)
+    match = BILLING.match(text)
+    return ([match.span()], 1) if match else ([], 0)
 
 
 class Rule(NamedTuple):
@@ -1099,7 +1084,7 @@ class Rule(NamedTuple):
     on: Callable[[Config], bool]
     role: str  # whose texts it looks at
     first: bool  # only the first text of that role
-    cuts: Callable[[str, Lead], Iterator[Cut]]
+    cuts: Callable[[str, list[Lead]], Cuts]
     counter: str  # the field of Report that counts its removals
     markers: tuple[str, ...]  # one of them must be in the text before any work is done
 
@@ -1110,20 +1095,39 @@ RULES = (
         lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
         ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
-    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a
-    # conversation
+    # ids in OpenClaw's inbound object; spares who speaks and the flags, which are lifted, and what
+    # is stable in a conversation
     Rule(
         lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
         ("openclaw.inbound_meta.",),
     ),
-    # ids in user texts; spares JSON without OpenClaw's label, ids in running text
+    # ids in the blocks at the start of user texts; spares JSON without OpenClaw's label, ids in
+    # running text, and lines with an id, which clients store with the message
     Rule(
-        lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
-        ("message_id", "reply_to_id", "message_sid", "slack message id"),
+        lambda c: c.strip_message_ids == "1", "user", True, cut_block_ids, "msg_ids_removed",
+        tuple(ID_KEYS),
     ),
-    # the time stamp; spares a stamp later in the text, a second stamp, other date forms
-    Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
+# The time stamp, in OpenClaw's requests only; spares a stamp later in the text, two in a row, other
+# date forms.
+STAMP_RULE = Rule(
+    lambda c: c.strip_timestamps == "1" or (c.strip_timestamps == "auto" and not c.replay),
+    "user", True, cut_stamp, "ts_removed", (" 202", " 203"),
+)  # fmt: skip
+OPENCLAW = re.compile(
+    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
+    re.MULTILINE,
+)
+
+
+def from_openclaw(view: View) -> bool:
+    """Whether a request is OpenClaw's: its system prompt has a shape that only OpenClaw writes, or a
+    user text begins with one."""
+    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
+        return True
+    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
+    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
 
 
 class Scrubber:
@@ -1132,11 +1136,14 @@ class Scrubber:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rules = [rule for rule in RULES if rule.on(config)]
+        self.stamps = [STAMP_RULE] if STAMP_RULE.on(config) else []
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place, then put the system text first."""
+        """Run the table over a view, in place, then put the system text first. Raises Unreadable
+        for a body beyond LIMITS."""
         report.items = len(view.turns)
+        check_limits(view)
         seen_system = False
         for turn in view.all():
             if turn.role not in ("system", "user"):
@@ -1144,26 +1151,23 @@ class Scrubber:
             if turn.counts is None:
                 turn.counts = self.edit(turn, not seen_system)
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            for counter, count in turn.counts:
-                setattr(report, counter, getattr(report, counter) + count)
-            report.items_modified += bool(turn.counts)
+            report.items_modified += report.count(turn.counts)
+        if self.stamps and from_openclaw(view):
+            self.drop_stamps(view, report)
         if report.billing_removed:
-            drop_empty_first(view)
-        if self.config.system_first:
-            system_first(view, report)
+            drop_empty(
+                view, next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+            )
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
         one."""
-        counts, slots, user = [], turn.slots(), turn.role == "user"
-        first = first or user
-        for slot in slots:
-            before = slot.get()
-            text, removed = self.cut(before, turn.role, first)
-            if text != before:
+        counts = self.edit_texts(turn, first, self.rules)
+        for slot in turn.slots() if self.patterns else ():
+            text, removed = self.cut_own(slot.get())
+            if removed:
                 slot.set(text)
-            counts += removed
-            first = first and user and slot is not slots[-1] and only_lead(before)
+                counts.append(("regex_removed", removed))
         if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
             for key in (
                 ID_KEYS & turn.item.keys()
@@ -1173,24 +1177,47 @@ class Scrubber:
                 counts.append(("msg_ids_removed", 1))
         return counts
 
-    def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
-        """The text after all rules, and what to count."""
-        due = [
-            rule for rule in self.rules
-            if rule.role == role and (first or not rule.first) and any(marker in text for marker in rule.markers)
-        ]  # fmt: skip
-        spans = lead(text) if due and role == "user" and first else []
-        found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
-        for cut, _ in sorted(
-            found, reverse=True
-        ):  # they do not overlap: no line of its own stands inside valid JSON
-            text = text[: cut.start] + cut.put + text[cut.end :]
-        counts = [(counter, cut.removed) for cut, counter in found]
+    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
+        """Run some rules over a turn's texts, in place; what to count."""
+        counts = []
+        user = turn.role == "user"
+        rules = [rule for rule in rules if rule.role == turn.role]
+        for slot in turn.slots() if rules else ():
+            text, spans = slot.get(), []
+            due = [
+                rule for rule in rules
+                if (first or user or not rule.first) and any(marker in text for marker in rule.markers)
+            ]  # fmt: skip
+            leads = lead(text) if due and user else []
+            for rule in due:
+                found, removed = rule.cuts(text, leads)
+                if removed:
+                    spans += found
+                    counts.append((rule.counter, removed))
+            if spans:
+                slot.set(without(text, spans))
+            first = False
+            if user and not only_lead(text):
+                break  # what follows the person's words was pasted or attached
+        return counts
+
+    def cut_own(self, text: str) -> tuple[str, int]:
+        """A text without what the user's patterns match, and how many matches they had."""
+        removed = 0
         for pattern in self.patterns:
             if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
                 text = pattern.sub("", text)
-                counts.append(("regex_removed", matches))
-        return text, counts
+                removed += matches
+        return text, removed
+
+    def drop_stamps(self, view: View, report: Report) -> None:
+        for index, turn in enumerate(view.turns):
+            if turn.role == "user":
+                changed = turn.own()
+                if counts := self.edit_texts(changed, True, self.stamps):
+                    view.turns[index] = changed
+                    report.count(counts)
+                    report.items_modified += not turn.counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1200,14 +1227,22 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
     memo[key] = value
 
 
-def drop_empty_first(view: View) -> None:
-    """Take out a first system block or message that the billing rule left empty."""
-    turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-    content, slot = turn.holder.get(turn.key), turn.slots()[0]
-    if slot.get():
+def drop_empty(view: View, turn: Turn) -> None:
+    """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
+    nothing else is in it."""
+
+    def is_empty(part: Any) -> bool:
+        text = part
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+            text = part.get("text")
+        return isinstance(text, str) and not text.strip()
+
+    content = turn.holder.get(turn.key)
+    parts = content if isinstance(content, list) else [content]
+    kept = [part for part in parts if not is_empty(part)]
+    if len(kept) == len(parts):
         return
-    if isinstance(content, list) and len(content) > 1:
-        kept = [part for part in content if part is not slot.holder and part != ""]
+    if kept:
         view.replace(turn, turn.own()).refit(kept)
     elif turn.item is None:
         del turn.holder[turn.key]
@@ -1219,48 +1254,69 @@ def drop_empty_first(view: View) -> None:
 # --- roles: the system text comes first -----------------------------------------------------------
 
 
+END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
+KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
+
+
 def reminder(text: str) -> str:
-    return f"<system-reminder>\n{text.strip()}\n</system-reminder>"
+    """A text as clients tell the model something beside what the user says."""
+    return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
-def add_text(view: View, turn: Turn, text: str) -> bool:
-    """Append a text to a turn: to its string, or as a part of its own."""
-    content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        turn.refit([*content, {"type": view.dialect.text, "text": text}])
-    else:
-        return False
-    return True
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
 
 
-def system_first(view: View, report: Report) -> None:
+def pays(view: View) -> bool:
+    """Whether a request's front is long enough to care for."""
+    return bool(view.body.get("tools")) or system_size(view) >= LONG_PROMPT
+
+
+def system_size(view: View) -> int:
+    """Characters of system text in front of the first turn."""
+    return sum([len(turn.text()) for turn in view.system()])
+
+
+def long_or_known(text: str) -> bool:
+    """Whether a leading system message belongs to the front."""
+    return len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text) is not None
+
+
+def system_first(
+    view: View, report: Report, stays: Callable[[Turn], bool] = lambda turn: False
+) -> None:
     """One system text, at the front.
 
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
-    the beginning"), and a block behind the first user text cannot be shared by the next
-    conversation. So leading ones are merged; the first one before any answer moves up to them;
-    later ones become a reminder in the user turn before them (else after them), which depends on
-    nothing that a later request could change."""
+    the beginning"). So leading ones are merged, and so is the first one before any answer if it is
+    known to stay: at the front every conversation shares it. Later ones become reminders in the
+    user turns beside them; so do short leading ones behind a long prompt, because what is said for
+    one turn may not change the front. Messages with a name are examples and stay as they are.
+    """
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        turn.rest() for turn in systems
-    ):
+    if any((turn.item or {}).get("name") for turn in systems):
+        return
+    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
         return  # a system message without text, or with more than text: an unknown shape
-    count = view.leading()
-    answered = next(
-        (i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")),
-        len(view.turns),
-    )
-    hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
-    front = view.turns[:count] + hoisted
-    turns = [turn for turn in view.turns[count:] if turn not in hoisted]
-    report.system_moved += len(front) - (
-        count > 0 and not view.head
-    )  # a first message stays where it is
+    leading, worth = view.leading(), pays(view)
+    count = 1 if leading and not view.head else 0
+    front, turns = view.turns[:count], view.turns[count:leading]
+    for turn in list(turns):
+        if not worth or long_or_known(turn.text()):
+            front.append(turn)
+            turns.remove(turn)
+    for at, turn in enumerate(view.turns[leading:], leading):
+        if turn.role in ("assistant", "tool"):
+            break
+        if turn.role == "system":
+            text = turn.text()
+            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
+                front.append(turn)
+                del view.turns[at]
+            break
+    turns += view.turns[leading:]
+    report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
         if view.dialect.system and not count:
@@ -1271,24 +1327,53 @@ def system_first(view: View, report: Report) -> None:
     if front:
         last = (view.head or turns)[0].slots()[-1]
         last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
+    view.turns = fold_systems(view, turns, report)
+
+
+def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
+    """Turns with each system message behind the first turn as a reminder: in front of the user turn
+    that follows, else at the end of the one before, else as a message of its own; and behind the
+    results, where it stands between calls and their results."""
     kept: list[Turn] = []
-    for index, turn in enumerate(turns):
-        if turn.role != "system" or index == 0:
-            kept.append(turn)
+    waiting: list[str] = []
+    like: Turn | None = None  # a system message: what is written anew has its form
+    for index, turn in enumerate([*turns, None]):
+        if turn is not None and turn.role == "system" and index:
+            waiting.append(reminder(turn.text()))
+            like = turn
+            report.system_moved += 1
             continue
-        report.system_moved += 1
-        text = reminder(turn.text())
-        before, after = kept[-1].own(), turns[index + 1] if index + 1 < len(turns) else None
-        if before.item and before.item.get("role") == "user" and add_text(view, before, text):
-            kept[-1] = turn_of(before.item)
-        elif after is not None and after.role == "user" and after.slots():
-            turns[index + 1] = after.own()
-            slot = turns[index + 1].slots()[0]
-            slot.set(text + "\n\n" + slot.get())
-        else:
-            kind = {"type": "message"} if turn.item and "type" in turn.item else {}
-            kept.append(turn_of({**kind, "role": "user", "content": text}))
-    view.turns = kept
+        results = turn is not None and turn.role == "tool"
+        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
+            text = "\n\n".join(waiting)
+            if turn is not None and turn.role == "user" and turn.slots():
+                turn = turn.own()
+                slot = turn.slots()[0]
+                slot.set(text + "\n\n" + slot.get())
+            elif kept and (before := with_text(view, kept[-1], text)):
+                kept[-1] = before
+            else:
+                kind = {"type": "message"} if like and like.item and "type" in like.item else {}
+                kept.append(turn_of({**kind, "role": "user", "content": text}))
+            waiting = []
+        if turn is not None:
+            kept.append(turn)
+    return kept
+
+
+def with_text(view: View, turn: Turn, text: str) -> Turn | None:
+    """A user message with a text at its end; None where that cannot be."""
+    if turn.item is None or turn.item.get("role") != "user":
+        return None
+    turn = turn.own()
+    content = turn.holder.get(turn.key)
+    if isinstance(content, str):
+        turn.refit(content + "\n\n" + text if content else text)
+    elif isinstance(content, list):
+        turn.refit([*content, {"type": view.dialect.text, "text": text}])
+    else:
+        return None
+    return turn_of(turn.holder)
 
 
 def scrub(
@@ -1315,7 +1400,12 @@ def scrub(
     if view is None:
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
-        Scrubber(config).apply(view, report)
+        try:
+            Scrubber(config).apply(view, report)
+        except Unreadable as error:
+            return payload, Report(note=str(error))
+        if config.system_first:
+            system_first(view, report)
         view.store()
     return body, report
 
@@ -1326,94 +1416,237 @@ def scrub(
 # ==================================================================================================
 
 
+class Piece(NamedTuple):
+    """What one row found in a system text: where it stands, and what it says."""
+
+    spans: list[Span]
+    text: str
+
+
 class Lift(NamedTuple):
-    """A shape that a client writes into its system prompt, at the start of a line, and what it must
-    not match."""
+    """Something that a client writes into its system prompt and that varies.
 
-    client: str
-    markers: tuple[str, ...]  # one must be in the text before the pattern is tried
-    pattern: re.Pattern[str]
-    spares: str
+    A row counts only where it finds one piece outside of fences, or one that fills its fence: a
+    second one is an example, or a text about the first."""
 
-    def find(self, text: str) -> list[re.Match[str]]:
-        if not any(marker in text for marker in self.markers):
-            return []
-        return [match for match in self.pattern.finditer(text) if match.group().strip()]
+    label: str  # a short name that stays the same: who writes it, and what it is
+    marker: str  # must be in the text before anything is looked for
+    find: Callable[[str], Iterable[Piece]]
+    spares: str = ""  # what it must not find
+    fenced: bool = False  # counts inside of fences, too
 
 
-_DATE = r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
-_COMMITS = r"(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))+"
+# 2026-12-01; Tue Dec 01 2026; Tuesday, December 1, 2026; December 1, 2026; 12/1/2026
+_DATE = (
+    r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
+    r"|\d{1,2}/\d{1,2}/\d{4})"
+)
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
+_ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
+_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_CLOCK})?|{_CLOCK}){_ZONE}{{0,2}}\.?"
 
 
-def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
-    return Lift(client, tuple(markers.split("|")), re.compile(pattern, re.MULTILINE), spares)
+def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
+    """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
+    compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
+
+    def find(text: str) -> Iterator[Piece]:
+        at = 0
+        while (at := text.find(marker, at)) >= 0:
+            match = compiled.match(text, text.rfind("\n", 0, at) + 1)
+            if match:
+                yield Piece([match.span()], match.group().strip())
+            at = match.end() if match else text.find("\n", at) + 1 or len(text)
+
+    return Lift(label, marker, find, spares)
+
+
+def inbound_member(name: str) -> Lift:
+    """A row for a member of OpenClaw's inbound object."""
+
+    def find(text: str) -> Iterator[Piece]:
+        for start in inbound_objects(text):
+            for found in json_members(text, start, (name,))[1]:
+                yield Piece(with_commas(text, [found]), text[slice(*found)])
+
+    spares = "a member of that name in other JSON"
+    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, spares, fenced=True)
+
+
+_FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
+GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand between them
+    "title": r"gitStatus: [^\n]*",
+    "branch": r"(?:- )?Current branch: [^\n]*",
+    "short branch": r"- Branch: [^\n]*",
+    "main": r"(?:- )?Main branch [^\n]*",
+    "user": r"Git user: [^\n]*",
+    "status": rf"(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*",
+    "commits": r"(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+",
+}
+
+
+def git_snapshot(
+    label: str, marker: str, first: str, needed: set[str], spares: str, **other: str
+) -> Lift:
+    """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
+    `other` are parts that this client writes in another way."""
+    parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
+    begins = "|".join(parts[name].pattern for name in first.split(", "))
+    begin = re.compile(rf"^(?={begins})", re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        end = 0
+        while opening := begin.search(text, end):
+            start = at = opening.start()
+            left = dict(parts)
+            while name := next((name for name in left if left[name].match(text, at)), ""):
+                part = left.pop(name).match(text, at)
+                assert part is not None
+                end = at = part.end()
+                while text.startswith("\n", at):
+                    at += 1
+            if needed.isdisjoint(left):
+                yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
+
+    return Lift(label, marker, find, spares)
 
 
 LIFTS = (
-    _lift("OpenClaw", "Current date: ", rf"^Current date: {_DATE}(?:\n|\Z)", "`Current date` inside a sentence"),
-    _lift("OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
+    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}",
+          "`Current date` inside a sentence"),
+    lines("OpenClaw: runtime", "| sessionId=",
+          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
           "the runtime line without a session id, which is stable"),
-    _lift("OpenClaw 9.6", "sessions_list",
-          r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+    lines("OpenClaw: sessions", " Sessions\n",
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
           "the same words without a list of sessions"),
-    _lift("Claude Code to 2.1.2xx", "gitStatus: ",
-          rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
-          rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
-          "`# gitStatus` in a user reminder, git advice in tool descriptions"),
-    _lift("Claude Code, Vibe, Home Assistant", "oday's date is ",
-          rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?"
-          rf"Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
+    inbound_member("sender_id"),
+    inbound_member("flags"),
+    git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
+                 "`# gitStatus` in a user reminder, git advice in tool descriptions",
+                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
+    lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
+          rf"(?:Current time is {_CLOCK}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
-    _lift("opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
-          "`Today's date:` without a date behind it"),
-    _lift("Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
+    lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
+          rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
+    lines("Qwen Code: git status", "Current branch: ", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
           "`git:` in running text or advice on commands"),
-    _lift("Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
+    lines("Continue: git status", "gitStatus",
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>',
           "other <context> blocks: rules and project files are stable"),
-    _lift("Vibe, hermes", "Recent commits:",
-          rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?"
-          rf"(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} [^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
-          "`Recent commits` without commit lines"),
-    _lift("hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
-          "`Conversation started` without a date"),
-    _lift("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
-          r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
-          "the tag in the middle of a line"),
-    _lift("Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
+    git_snapshot("Vibe, hermes: git status", "Recent commits:",
+                 "branch, short branch, main, status, commits", {"commits"},
+                 "`Recent commits` without commit lines"),
+    git_snapshot("Crush: git status", "Current branch: ", "branch", {"branch", "status"},
+                 "a branch without a status"),
+    lines("hermes: Conversation started", "Conversation started: ",
+          rf"Conversation started: {_MOMENT}", "`Conversation started` without a date"),
+    lines("OpenHands: current time", "<CURRENT_DATETIME>",
+          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>", "the tag in the middle of a line"),
+    lines("AnythingLLM, goose: current time", "<current",
+          r"<(current-time|current_datetime|current_time)>[^<]{0,200}</\1>", "the tag in the middle of a line"),
+    lines("Copilot CLI: session", "Session ",
+          r"Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
           "paths without a session's uuid: working directories are stable"),
-    _lift("Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-          rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
-          r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
-          "a longer sentence that only mentions the current date"),
+    *(
+        lines(f"Open WebUI, goose: Current {name}", "urrent ",
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", "a longer sentence that only mentions it")
+        for name in ("date", "time", "date and time", "datetime")
+    ),
 )  # fmt: skip
 
 
-Lifted = tuple[Lift, str]  # a text taken out of the system prompt, behind the row that found it
+def own_lift(pattern: str) -> Lift:
+    """The row of a LIFT_REGEX: the lines that its matches touch are one piece."""
+    compiled = re.compile(pattern, re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        spans: list[Span] = []
+        done = 0  # all up to here is in `spans`, or not touched
+        for match in compiled.finditer(text):
+            if match.group() and match.end() > done:
+                start = text.rfind("\n", done, max(done, match.start())) + 1 or done
+                done = text.find("\n", match.end() - 1) + 1 or len(text)
+                spans.append((start, done))
+        if found := "".join(text[start:end] for start, end in spans).strip():
+            yield Piece(spans, found)
+
+    return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
+
+
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
+
+
+def fences(text: str) -> list[Span]:
+    """The insides of a text's fenced blocks. One that is never closed is none: most likely its
+    opening is the end of one that held another."""
+    found: list[Span] = []
+    opening: re.Match[str] | None = None
+    for fence in FENCE.finditer(text):
+        mark, more = fence.groups()
+        if opening is None:
+            if "`" not in more:  # else it is code inside of a line
+                opening = fence
+        elif mark.startswith(opening[1]) and not more.strip():
+            found.append((opening.end(), fence.start()))
+            opening = None
+    return found
+
+
+def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Those pieces that do not stand in a fence together with other text."""
+    inside: list[Span] | None = None
+    index = 0
+    for piece in pieces:
+        if inside is None:
+            inside = fences(text) if "```" in text or "~~~" in text else []
+        start, end = piece.spans[0]
+        while index < len(inside) and inside[index][1] <= start:
+            index += 1
+        fenced = index < len(inside) and inside[index][0] < end
+        if not fenced or text[slice(*inside[index])].strip() == piece.text:
+            yield piece
+
+
+Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
 
 
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
+    present: dict[str, bool] = {}
     for row in rows:
-        matches = row.find(text)
-        found += [(row, match.group().strip()) for match in matches]
-        for match in reversed(matches):
-            text = text[: match.start()] + text[match.end() :]
+        if row.marker not in present:
+            present[row.marker] = row.marker in text
+        pieces = row.find(text) if present[row.marker] else ()
+        if not row.fenced:
+            pieces = counting(text, pieces)
+        some = list(itertools.islice(pieces, 2))
+        if len(some) == 1:
+            found.append((row.label, some[0].text))
+            text = without(text, some[0].spans)
     return text, found
 
 
 def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks,
-    and so there is no turn to set them down in."""
+    """Cut volatile texts out of the system prompt, in place, and return them.
+
+    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
+    """
+    if not replay.rows or not pays(view):
+        return []
+    if not any(replay.said(turn).speaks for turn in view.turns):
+        return []
     found: list[Lifted] = []
-    if replay.rows and any(replay.speaks(turn) for turn in view.turns):
-        for turn in view.system():
-            cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-            if any(pieces for _, pieces in cut):
-                turn = view.replace(turn, turn.own())
-                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                    slot.set(text)
-                    found += pieces
+    for turn in view.system():
+        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
+        if any(pieces for _, pieces in cut):
+            turn = view.replace(turn, turn.own())
+            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
+                slot.set(text)
+                found += pieces
+            drop_empty(view, turn)
     return found
 
 
@@ -1421,41 +1654,54 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A
-# unit's key is a hash of all that was said up to it, without decorations; under it stand the
-# versions in which the unit was forwarded. The steps of Replay.apply(), in order: tools, history
-# (which versions are this conversation's), restore (put them in place), drop_repeated (carriers
-# that say nothing new), set_down (lifted text), learn (remember what is new).
+# A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
+# results; to each belong the carriers behind it (messages that are decoration only). Of each line
+# of requests the last one is recorded: what its units said, how they were forwarded, and the answer
+# that the server was heard to give. A request that goes on from a record has its units restored,
+# one by one, up to the first that its client really changed. Then what was lifted is set down,
+# unless the prompt says it already.
 
-# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may
-# have typed them.
-CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
+# Carriers are made of these decorations. Of the others alone a person may have typed a message.
+CARRIED = frozenset(
+    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+)
+MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
+SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
+PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
+ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
+SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
+SAME_PLACE = 64  # lines that are remembered for one place in a history
+LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
+
 Decoration = tuple[str, str]  # kind, text
 
 
 def undress(text: str) -> tuple[list[Decoration], str]:
-    """The decorations at both ends of a user text, and what stands between them."""
-    matches = lead(text)
-    found = [(str(match.lastgroup), match.group().strip()) for match in matches]
-    text = text[matches[-1].end() if matches else 0 :].rstrip()
-    while text:
-        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2]))
-        at = text.rfind(opening) + (kind == "line")
-        if at < 1 or text[at - 1] != "\n" or (kind == "line" and not TAIL_LINE.match(text, at)):
+    """The decorations at both ends of a user text, and what stands between them. Raises
+    Unreadable."""
+    leads = lead(text)
+    found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
+    start = leads[-1].end if leads else 0
+    end = text_end(text, start, len(text))
+    while end > start:
+        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
+        at = text.rfind(opening, start, end) + (kind == "line")
+        if at <= start or text[at - 1] != "\n":
             break
-        found.append((kind, text[at:]))
-        text = text[:at].rstrip()
-    return found, text
+        if kind == "line" and not TAIL_LINE.match(text, at, end):
+            break
+        found.append((kind, text[at:end]))
+        check_limit("decorations of a text", len(found))
+        end = text_end(text, start, at)
+    return found, text[start:end]
 
 
-def decorations(turn: Turn) -> list[Decoration]:
-    """The decorations in a user turn."""
-    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
-
-
-def carried(turn: Turn) -> Decoration:
-    """A carrier as one decoration."""
-    return next(iter(decorations(turn)), ("",))[0], turn.text().strip()
+def text_end(text: str, start: int, end: int) -> int:
+    """Where text[start:end] ends without the space behind it."""
+    while end > start and text[end - 1].isspace():
+        end -= 1
+    return end
 
 
 def digest(*parts: str | bytes) -> bytes:
@@ -1466,574 +1712,1090 @@ def digest(*parts: str | bytes) -> bytes:
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
+class Said(NamedTuple):
+    """What a turn says. The hashes hold within this process."""
+
+    words: int  # without decorations, reasoning, and the spelling of ids; 0: it says nothing
+    whole: int  # with decorations and arguments
+    blocks: tuple[Decoration, ...] = ()
+    carrier: bool = False  # nothing but decorations
+    speaks: bool = False  # somebody's words, before which lifted text can be set down
+    opening: bytes = b""  # digest of the words, the same in every process
+    calls: tuple[Call, ...] = ()
+    size: int = 0  # characters of a user turn
+
+
+NOTHING: dict[str, str] = {}
+
+
 class Unit:
-    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands
-    for the head."""
+    """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
+    unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = ("carriers", "changed", "key", "said", "turn", "version")
+    __slots__ = (
+        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+    )  # fmt: skip
 
-    def __init__(self, turn: Turn, said: str, key: int) -> None:
-        self.turn, self.said, self.key = turn, said, key
+    def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
+        self.role = role
+        self.turns = turns
+        self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.version: Version | None = None  # as it was forwarded before
-        self.changed = False  # by us: text was set down in it, or a carrier dropped
+        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
+        self.inserted = NOTHING  # what kvproxy set down in it, by label
+        self.stored: Stored | None = None  # as it was sent before
+        self.dropped = False  # a carrier of it is not sent
+
+    def add(self, turn: Turn, said: Said) -> None:
+        """Take in another turn, or a carrier."""
+        (self.carriers if said.carrier else self.turns).append(turn)
+        self.said.append(said)
+
+    def sum_up(self) -> None:
+        """What it says as a whole. The results of a batch say the same in any order."""
+        words = [one.words for one in self.said if one.words and not one.carrier]
+        if len(words) > 1:
+            words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
+        self.words = words[0] if words else 0
+        whole = [one.whole for one in self.said]
+        self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+
+    def part(self) -> list[Unit]:
+        """Take its carriers away, as units of their own, in which somebody speaks."""
+        units = []
+        for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
+            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+            units.append(Unit("user", [turn], [said]))
+        self.carriers, self.said = [], self.said[: len(self.turns)]
+        return units
+
+    def calls(self) -> tuple[Call, ...]:
+        """Of tool calls, or of the results."""
+        if len(self.said) == 1:
+            return self.said[0].calls
+        return tuple([call for one in self.said for call in one.calls])
+
+    def blocks(self) -> list[Decoration]:
+        """Its decorations, in order."""
+        return [block for one in self.said for block in one.blocks]
+
+    def speaks(self) -> bool:
+        return any(one.speaks for one in self.said)
+
+    def by_user(self) -> bool:
+        """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
+        item = self.turns[0].item if self.turns else None
+        return self.role == "user" or (item is not None and item.get("role") == "user")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Version:
-    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial
-    of the version before.
+class FirstBlock(NamedTuple):
+    """A decoration of a conversation's first message, which clients rewrite there: its text as the
+    client has it `now`, and as it was `sent` there. What differs is set down elsewhere."""
 
-    `answers` tell conversations apart that say the same: the key of an answer that a client went on
-    from, or how one began that nobody went on from yet ('' while that is not known). `now` has
-    hashes: of a decoration that the client rewrote in history, and of what was set down for it
-    last."""
-
-    own: Turn | None
-    carriers: list[Turn]
-    parent: int
-    serial: int
-    answers: list[int | str] = dataclasses.field(default_factory=list)
-    now: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def form(self) -> tuple[int, Json | None, list[Json | None]]:
-        return (
-            self.parent,
-            self.own.item if self.own else None,
-            [turn.item for turn in self.carriers],
-        )
-
-    def size(self) -> int:
-        """Bytes, roughly."""
-        return 1200 + 3 * sum(len(turn.json()) for turn in [self.own, *self.carriers] if turn)
-
-    def expect(self, answer: int | str) -> None:
-        """Wait for an answer; of keys and of beginnings the last eight are kept."""
-        alike = [one for one in self.answers if isinstance(one, type(answer))]
-        if len(alike) > 7:
-            self.answers.remove(alike[0])
-        self.answers.append(answer)
-
-    def goes_on(self, answer: Unit, strict: bool) -> bool | None:
-        """Whether a conversation that went on with `answer` may be this version's; None when that
-        cannot be told."""
-        if answer.key in self.answers:
-            return True
-        found = [agrees(hint, answer.said) for hint in self.answers if isinstance(hint, str)]
-        return True if True in found else None if None in found or (found and not strict) else False
-
-    def claim(self, answer: Unit) -> bool:
-        """Note an answer that a client went on from. True if it is what the server was heard to
-        say."""
-        known, likely, foreseen = answer.key in self.answers, "", False
-        hints = [hint for hint in self.answers if isinstance(hint, str)]
-        if hints:
-            likely = min(
-                hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said))
-            )
-            foreseen = bool(agrees(likely, answer.said))
-            if foreseen or not known:
-                self.answers.remove(likely)
-        if not known:
-            self.expect(answer.key)
-        return foreseen and len(likely) > 8
+    label: str
+    kind: str
+    now: str
+    sent: str
 
 
-class Store:
-    """What is remembered, bounded, least recently used out first. Use it under `lock`.
+class Stored(NamedTuple):
+    """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
+    be restored later; where `turns` is None, the client's own are sent."""
 
-    Versions by a unit's key, tools as JSON by name, and orders of tools.
-    """
+    words: int
+    whole: int
+    blocks: tuple[Decoration, ...] = ()  # as they were sent
+    came: tuple[Decoration, ...] = ()  # as the client had them last
+    turns: tuple[Turn, ...] | None = None
+    carriers: tuple[Turn, ...] = ()
+    inserted: dict[str, str] = NOTHING
+    calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
+    heard: bool = False  # an answer that the server was heard to give at this place
+    private: bool = False  # what was sent has more in it than what came
+    size: int = 0  # characters of a user turn
+    first: tuple[FirstBlock, ...] = ()  # of the first message
+
+    def form(self) -> object:
+        """What is restored, so that two records can be compared."""
+        turns = self.turns and [turn.json() for turn in self.turns]
+        return turns, [turn.json() for turn in self.carriers], self.calls
+
+
+class Heard(NamedTuple):
+    """What the server was heard to say: letters and digits at its beginning and its end, and the
+    ids of its tool calls. `complete`: the beginning is all of it."""
+
+    opening: str = ""
+    closing: str = ""
+    calls: frozenset[str] = frozenset()
+    complete: bool = False
+
+
+UNREAD = Heard()  # there was an answer, but it could not be read
+ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
+
+
+class Record:
+    """A request as it was forwarded, and the answer to it."""
+
+    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "tap", "units")
+
+    def __init__(self, conversation: str, newest: int, prefill: str) -> None:
+        self.conversation = conversation
+        self.newest = newest  # place of the answer before the newest user turn
+        self.prefill = prefill  # letters with which the client began the answer itself
+        self.units: list[Stored] = []
+        self.kept: list[int] = []  # places of those whose turns are kept
+        self.answer: Heard | None = None  # none yet, or an error
+        self.tap: Tap | None = None  # what has been relayed of an answer on its way
+
+    def heard(self) -> Heard | None:
+        """What the client can have heard by now."""
+        tap = self.tap
+        return heard_answer(*tap.windows()) if tap is not None else self.answer
+
+
+class Line:
+    """A line of requests: its last one, and the places that lead to it."""
+
+    __slots__ = ("places", "record", "size")
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.places: list[int] = []
+        self.size = 0
+
+
+class Lines:
+    """Lines by the places in histories where their requests ended. Bounded, the least recently used
+    go first. The lock is held for single steps, not for work that grows with a request."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = (
-            collections.OrderedDict()
-        )
+        self.by_place: dict[int, list[Line]] = {}
+        self.used: collections.OrderedDict[int, Line] = collections.OrderedDict()
 
-    def get(self, key: int | bytes) -> Any:
-        """What was put there, or None. It is used now."""
-        if key not in self.entries:
-            return None
-        self.entries.move_to_end(key)
-        return self.entries[key][0]
+    def at(self, place: int) -> list[Line]:
+        """The lines that were there, the newest first."""
+        return self.by_place.get(place, [])[::-1]
 
-    def put(self, key: int | bytes, value: Any, size: int) -> None:
-        """Forgetting costs one miss; what takes more than half of the room is not worth all the
-        others."""
-        self.size -= self.entries.pop(key, (None, 0))[1]
-        if size <= self.limit >> 1:
-            self.entries[key] = value, size
-            self.size += size
-        while self.size > self.limit:
-            self.size -= self.entries.popitem(last=False)[1][1]
+    def put(self, line: Line, record: Record, place: int, size: int) -> None:
+        """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
+        with self.lock:
+            line.record = record
+            lines = self.by_place.setdefault(place, [])
+            if line not in lines[-SAME_PLACE:]:
+                lines.append(line)
+                line.places.append(place)
+                del lines[:-SAME_PLACE]
+            self.size += size - line.size
+            line.size = size
+            self.used[id(line)] = line
+            self.used.move_to_end(id(line))
+        while self.size > self.limit and self.used:
+            self.drop(next(iter(self.used.values())))
+
+    def drop(self, line: Line) -> None:
+        """Forget a line: its client's next request is read anew."""
+        with self.lock:
+            if self.used.pop(id(line), None) is None:
+                return
+            self.size -= line.size
+            line.record = None
+        for place in line.places:
+            with self.lock:
+                lines = [one for one in self.by_place.get(place, ()) if one is not line]
+                if lines:
+                    self.by_place[place] = lines
+                else:
+                    self.by_place.pop(place, None)
+
+
+class Match(NamedTuple):
+    """The record that a request goes on from, and how many units they have in common.
+    `answered`: the unit behind those is an answer that the server was heard to give."""
+
+    depth: int = 0
+    record: Record | None = None
+    line: Line | None = None
+    answered: bool = False
 
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations: for explain, and to note the answer when it
-    comes."""
+    """Where a request stands among conversations: for explain, and to note the answer."""
 
     conversation: str = ""
-    newest: list[Version] = dataclasses.field(default_factory=list)
+    record: Record | None = None
+    line: Line | None = None
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history. One per Proxy; safe to use
-    from many threads."""
+    """Restores what a client took out of, or rewrote in, its history, and sets down what was
+    lifted. One per Proxy; safe to use from many threads. Nothing of one client reaches another."""
 
     def __init__(self, config: Config) -> None:
-        self.store = Store(config.replay_mb << 20)
-        self.serials = itertools.count(1)
+        self.lines = Lines(config.replay_mb << 20)
+        self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(
-            Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "")
-            for pattern in config.lift_regex
-        )
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.rows = LIFTS + own if config.lift else ()
         self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.echoes: dict[
-            int, None
-        ] = {}  # heads of conversations whose clients send answers back as they were
+        self.roles: dict[int, bool] = {}  # see stays()
+
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        return self.lines.size + self.tools.size
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
         known = self.lifts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            if len(text) <= self.store.limit >> 9:
+            if len(text) <= 1 << 17:
                 remember(self.lifts, text, known, 16)
         return known
 
-    # --- what turns say: units and their keys -----------------------------------------------------
+    def stays(self, view: View, turn: Turn, client: bytes) -> bool:
+        """Whether a system message behind the first user text was seen to stay in a history before
+        this conversation began. A running conversation keeps what was decided when it began."""
+        text = turn.text()
+        first = next((one for one in view.turns if one.role == "user"), turn)
+        seen = hash((client, view.dialect.name, text))
+        begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
+        if begun not in self.roles:
+            remember(self.roles, begun, seen in self.roles)
+        if any(one.role == "assistant" for one in view.turns):
+            remember(self.roles, seen, True)
+        return self.roles.get(begun, False)
 
-    def mask(self, text: str) -> str:
-        """A user text without the decorations that clients add to the newest turn and take from
-        history."""
-        text = undress(text)[1]
-        for pattern in self.patterns:
-            text = pattern.sub("", text)
-        return text.strip()
+    # --- what turns say ---------------------------------------------------------------------------
 
-    def said(self, turn: Turn) -> str | None:
-        """What a turn says without decorations; None when it is a carrier, which says nothing
-        else."""
-        if turn.role != "user":
-            return turn.text().strip() + turn.rest()
-        said = (
-            "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
-        )
+    def said(self, turn: Turn) -> Said:
+        """What a turn says; remembered with the turn."""
+        if turn.said is None:
+            turn.said = self.read(turn)
+        return turn.said
+
+    def read(self, turn: Turn) -> Said:
+        if turn.role == "reasoning":
+            return Said(0, 0)
+        pieces = beside_texts(turn)
+        words = [piece.words for piece in pieces]
+        whole = [piece.whole for piece in pieces]
+        if turn.item is not None and turn.item.get("role") != "user":
+            text = turn.text().strip()
+            return Said(
+                hash((turn.role, text, *words)),
+                hash((turn.role, text, *whole)),
+                calls=calls_of(turn),
+            )
+        undressed = [self.undress(slot.get()) for slot in turn.slots()]
+        blocks = [block for found, _ in undressed for block in found]
+        text = "\n".join([words for _, words in undressed if words])
         plain = turn.text().strip()
-        if not said and plain and turn.item is not None:
-            kinds = {kind for kind, _ in decorations(turn)}
-            if kinds & CARRIED or not kinds:  # not kinds: a user's pattern matched
-                return None
-        return said or plain
+        carrier = False
+        if plain and not text and not pieces:
+            carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
+            if not carrier:  # a person may have typed it
+                text, blocks = plain, []
+        return Said(
+            hash(("user", text, *sorted(words))) if text or pieces else 0,
+            hash(("user", plain, *whole)),
+            tuple(blocks),
+            carrier,
+            bool(text) or any(not piece.result for piece in pieces),
+            digest(text),
+            calls_of(turn),
+            len(plain),
+        )
 
-    def link(self, turn: Turn) -> tuple[str | None, int]:
-        """said(), and what the turn adds to the chain of keys; both remembered with the turn."""
-        if turn.mark is None:
-            said = self.said(turn)
-            # Results of tools in a user message, too, which come with a reminder or without.
-            user = turn.item is not None and turn.item.get("role") == "user"
-            turn.mark = said, hash(("user" if user else turn.role, said))
-        return turn.mark
-
-    def speaks(self, turn: Turn) -> bool:
-        """Whether a person speaks in a turn: it is no carrier, and has more than results of
-        tools."""
-        content = turn.holder.get(turn.key)
-        if turn.role != "user" or not isinstance(content, (str, list)):
-            return False
-        if any(
-            isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)
-        ):
-            return any(self.mask(slot.get()) for slot in turn.slots())
-        return bool(self.link(turn)[0])
+    def undress(self, text: str) -> tuple[list[Decoration], str]:
+        """undress() that knows the user's own decorations as well."""
+        blocks, words = undress(text)
+        for pattern in self.patterns:
+            found = [match.group().strip() for match in pattern.finditer(words)]
+            if any(found):
+                more, words = undress(pattern.sub("", words).strip())
+                blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The head, and the turns behind the system prompt, as units with chained keys."""
-        for (
-            turn
-        ) in view.system():  # not by hash(): a conversation's name is the same in every process
-            if turn.mark is None:
-                turn.mark = None, int.from_bytes(digest(turn.text()), "big")
-        key = int.from_bytes(
-            digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big"
-        )
-        units = [Unit(Turn("head", {}, "", None), "", key)]
-        for turn in view.turns[view.leading() :]:
-            if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", hash((key, turn.role))))
-                continue
-            said, link = turn.mark or self.link(turn)
-            if said is None:
-                units[-1].carriers.append(turn)
+        """The turns behind the system prompt as units; the first one for what precedes them."""
+        unit = Unit("head", [], [])
+        units = [unit]
+        for turn in [*view.turns[view.leading() :], None]:
+            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
+            if role == "assistant" and unit.carriers and unit.role in ("assistant", "head"):
+                units += unit.part()  # nothing but decorations was said and answered
+                unit = units[-1]
+            if turn is None:
+                break
+            said = turn.said or self.said(turn)
+            joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
+            if joins or said.carrier:
+                unit.add(turn, said)
             else:
-                key = hash((key, link))
-                units.append(Unit(turn, said, key))
+                unit = Unit(role, [turn], [said])
+                units.append(unit)
+        for unit in units:
+            if len(unit.said) != 1 or unit.carriers:
+                unit.sum_up()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A hash of what a conversation's requests have in common: the system prompt and the first
-        user text, masked."""
+        """A name for what a conversation's requests have in common: system prompt and the first
+        user's words. It is the same in every process."""
         units = units or self.units(view)
-        first = next((unit.said for unit in units if unit.turn.role == "user"), "")
-        return digest(str(units[0].key), first).hex()
+        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
-    def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
-        """Replace history with what was sent, drop carriers that are there already, set lifted text
-        down. In place.
-
-        `learn` is False for requests that only count tokens.
-        """
-        units = self.units(view)
-        trace = Trace(self.conversation(view, units))
-        last = next(
-            (i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0
-        )
-        with self.store.lock:
-            self.tools(view, trace.conversation, last > 0, report, learn)
-            self.history(units, last, learn)
-            moved = restore(units, report)
-            drop_repeated(units, last, report)
-            moved = self.set_down(view, units, last, lifted, moved, report)
-            view.turns = view.turns[: view.leading()] + flat(units)
-            if learn:
-                trace.newest = self.learn(units, last)
-                for one in moved:
-                    one.note()
-        return trace
-
-    def history(self, units: list[Unit], last: int, learn: bool) -> None:
-        """Find the stored version of each unit of history (those before the last answer), where one
-        is beyond doubt.
-
-        The last one that is known is told by the answer behind it; those before it are its parents,
-        and no others."""
-        if not any(unit.key in self.store.entries for unit in units[:last]):
-            return  # the usual case with clients that rewrite nothing
-        later: Version | None = None  # the nearest known one behind the unit
-        answer: Unit | None = None  # the assistant turn right behind the unit
-        newest = True  # the unit was the newest one in the last request, if that went through here
-        for index in range(last - 1, -1, -1):
-            unit, behind = units[index], units[index + 1].turn.role
-            if behind == "assistant":
-                answer = units[index + 1]
-            elif behind in ("user", "tool", "system"):
-                answer, newest = None, False
-            known: list[Version] = self.store.get(unit.key) or []
-            if later is not None:
-                unit.version = next(
-                    (version for version in known if version.serial == later.parent), None
-                )
-            elif answer is not None:
-                unit.version = pick(known, answer, units[0].key in self.echoes, not newest)
-            if unit.version is not None:
-                later = unit.version
-                known.remove(later)
-                known.append(later)  # the most recently used
-                if learn and answer is not None and later.claim(answer):
-                    remember(self.echoes, units[0].key, None)
-
-    def set_down(
+    def apply(
         self,
         view: View,
-        units: list[Unit],
-        last: int,
         lifted: list[Lifted],
-        moved: list[Moved],
         report: Report,
-    ) -> list[Moved]:
-        """Put lifted text, and decorations that the client rewrote in history, in front of the
-        newest user text, unless the conversation's newest of their kind is equal. Returns the
-        decorations that are there now.
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Restore history, drop carriers that stand there already, set lifted text down: in place.
 
-        In a tool loop that text is history: what changed waits for the next user turn, unless
-        nothing is known yet."""
+        `client` tells whose request it is, and `size` how many bytes it has. `learn` is False for
+        requests that only count tokens.
+        """
+        units = self.units(view)
+        place = hash((client, view.dialect.name, *[turn.text() for turn in view.system()]))
+        places = []
+        for unit in units:
+            place = hash((place, unit.words))
+            places.append(place)
+        match = self.find(units, places)
+        while 0 < match.depth < len(units) and units[match.depth].role == "tool":
+            match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        if match.record is not None:
+            for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
+                unit.stored = stored
+            if restored_bytes(units) > size + SLACK:
+                match = self.let_go(units, match)
+        trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
+        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
+        kept = match.record.kept if match.record is not None else []
+        depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
+        for unit in units[depth:]:
+            unit.stored = None
+        report.replayed += sum([restore(unit) for unit in units[:depth]])
         report.lifted += len(lifted)
-        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), 0)
-        waits = taker < last and any(unit.version for unit in units)
-        if not taker or waits or not (lifted or moved):
-            return []
-        texts = texts_of([turn for turn in flat(units) if turn.role == "user"])
-        due = []
-        for row in dict.fromkeys(row for row, _ in lifted):
-            pieces = [text for one, text in lifted if one is row]
-            standing = next((hits for text in reversed(texts) if (hits := row.find(text))), [])
-            if not {match.group().strip() for match in standing}.issuperset(pieces):
-                due += pieces
-        moved = [one for one in moved if one.due(texts)]
-        report.lifted += len(moved)
-        if due or moved:
-            turn = units[taker].turn = units[taker].turn.own()
-            units[taker].changed = True
-            text = "\n\n".join(
-                ([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved]
-            )
-            slots = turn.slots()
-            if slots:
-                slot = next((slot for slot in reversed(slots) if self.mask(slot.get())), slots[0])
-                slot.set(text + "\n\n" + slot.get())
-            else:
-                turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
-        return moved
-
-    def learn(self, units: list[Unit], last: int) -> list[Version]:
-        """Remember the units after the last answer, and one that was dressed before it, as they are
-        forwarded now; but of tool results only those that have or had carriers, and the last one,
-        whose answer tells the conversation."""
-        parent = 0
-        newest: list[Version] = []  # the one that the answer will tell
-        for index, unit in enumerate(units):
-            turn = unit.turn
-            ends = turn.role == "user" or (
-                index == len(units) - 1 and turn.role not in ("head", "reasoning")
-            )
-            if (index >= last and (ends or unit.carriers)) or unit.changed:
-                dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
-                carriers = [stored(carrier) for carrier in unit.carriers]
-                version = Version(
-                    stored(turn) if dressed else None, carriers, parent, next(self.serials)
-                )
-                known: list[Version] = self.store.get(unit.key) or []
-                same = next((one for one in known if one.form() == version.form()), None)
-                if same is None:
-                    known = [*known[-63:], version]
-                    while (
-                        size := sum(one.size() for one in known)
-                    ) > self.store.limit >> 1 and len(known) > 1:
-                        del known[0]
-                    self.store.put(unit.key, known, size)
-                unit.version = same or version
-                if index < last:
-                    unit.version.claim(
-                        next(one for one in units[index:] if one.turn.role == "assistant")
-                    )
-            if unit.version is not None:
-                parent, newest = unit.version.serial, [unit.version]
-        for version in newest:
-            version.expect("")
-        return newest
-
-    def answered(self, trace: Trace, hint: str | None) -> None:
-        """Note how the answer to a request began ('': unknown; None: there was none), so that its
-        turn can be told from others with the same words."""
-        with self.store.lock:
-            for version in trace.newest if hint != "" else ():
-                if "" in version.answers:
-                    at = version.answers.index("")
-                    version.answers[at : at + 1] = [hint[:HINT]] if hint else []
-
-    # --- tools: first-seen form, first-seen order -------------------------------------------------
-
-    def tools(
-        self, view: View, conversation: str, follows: bool, report: Report, learn: bool
-    ) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order.
-
-        `follows`: the conversation has an answer already, so that tools that are new to it go to
-        the end."""
-        tools, store = view.body.get("tools"), self.store
-        if (
-            not isinstance(tools, list)
-            or not tools
-            or not all(isinstance(tool, dict) for tool in tools)
-        ):
-            return
-        try:
-            listing = hash(
-                marshal.dumps(tools, 0)
-            )  # the fastest spelling that shows the order of keys
-        except ValueError:
-            raise Unreadable("nested too deeply") from None
-        talk = digest(b"talk", conversation)
-        wanted, *order = store.get(listing) or [b""]  # of a list that needed no change
-        if order:
-            for key in (wanted, *order):
-                store.get(key)  # they are in use
-        else:
-            names = [digest(_sorted_json(bare(tool))) for tool in tools]
-            if len(set(names)) != len(names):
-                return
-            forms = [json.dumps(bare(tool)) for tool in tools]
-            first = {name: store.get(name) or form for name, form in zip(names, forms, strict=True)}
-            wanted = digest(b"set", *sorted(names))
-            order = store.get(wanted) or []
-            if not order:
-                before = (store.get(talk) if follows else None) or []
-                added = [name for name in names if name not in before]
-                order = before + added if set(before) <= set(names) else names
-            if order != names or list(first.values()) != forms:
-                view.body["tools"] = [json.loads(first[name]) for name in order]
-                report.tools_restored += 1
-            elif learn:
-                store.put(listing, [wanted, *order], 200 + 40 * len(order))
-            if learn:
-                for name, form in first.items():
-                    if store.get(name) is None:
-                        store.put(name, form, 300 + len(form))
-                store.put(wanted, order, 200 + 40 * len(order))
+        if pending:
+            set_down(view, units, pending)
+        self.drop_moved(units, report)
+        view.turns = view.turns[: view.leading()]
+        for unit in units:
+            view.turns += unit.turns + unit.carriers
         if learn:
-            store.put(talk, order, 200 + 40 * len(order))
+            self.learn(trace, units, places, match)
+        return trace
+
+    def find(self, units: list[Unit], places: list[int]) -> Match:
+        """The record that a request goes on from: the one that agrees the furthest.
+
+        Where several agree and would send different text, nothing is restored from there on.
+        """
+        now = Now.of(units)
+        best = (0, 0)
+        found: list[tuple[tuple[int, int], Line, Record]] = []
+        edited: list[tuple[int, Line]] = []
+        for at in range(len(units) - 1, 0, -1):
+            if at <= best[0]:
+                break
+            if units[at].role != "assistant":
+                continue
+            for line in self.lines.at(places[at - 1]):
+                record = line.record
+                if record is not None:
+                    reach = reach_of(units, record, at, now)
+                    found.append((reach, line, record))
+                    best = max(best, reach)
+                    if reach[0] < at and agreement(record, units[at], at) == 2:
+                        edited.append((at, line))
+        depth, evidence = best
+        for at, line in edited:
+            if at > depth:  # the conversation goes on, and its client has changed that
+                self.lines.drop(line)
+        rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
+        if not depth or evidence == 1:
+            return Match()
+        _, line, record = next(one for one in rivals if one[0] == best)
+        common = depth
+        for _, _, other in rivals:
+            for at in range(common):
+                mine, theirs = record.units[at], other.units[at]
+                if mine is not theirs and mine.form() != theirs.form():
+                    common = at
+                    break
+        return Match(common, record, line, common == depth and evidence == 2)
+
+    def drop_moved(self, units: list[Unit], report: Report) -> None:
+        """Take out a carrier behind the last answer that says what the newest one of its kind
+        before it said: OpenClaw moves such carriers along.
+
+        A request may not end with the answer itself, which would ask the model to continue it.
+        """
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        standing: dict[str, str] = {}
+        for at, unit in enumerate(units):
+            kept = []
+            for carrier in unit.carriers:
+                kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
+                if kind in MOVED and 0 < last <= at and last + 1 < len(units):
+                    if standing.get(kind) == text:
+                        report.dropped += 1
+                        unit.dropped = True
+                        continue
+                standing[kind] = text
+                kept.append(carrier)
+            if unit.dropped:
+                unit.carriers = kept
+
+    def let_go(self, units: list[Unit], match: Match) -> Match:
+        """Forget the line that has grown too long, and what it would have restored."""
+        if match.line is not None:
+            self.lines.drop(match.line)
+        for unit in units:
+            unit.stored = None
+        return Match()
+
+    def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
+        """Record a request as it is forwarded."""
+        end = len(units)
+        prefill = ""
+        if units[-1].role == "assistant":  # the client has begun the answer
+            end -= 1
+            prefill = spoken(units[end])[0]
+        newest = newest_answer(units[:end])
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        record = Record(trace.conversation, newest, prefill)
+        size = 500 + 150 * end
+        for at, unit in enumerate(units[:end]):
+            heard = at == match.depth and match.answered and unit.role == "assistant"
+            if match.record is not None and at < match.depth:
+                heard = match.record.units[at].heard
+            old = unit.stored
+            if old is None or old.whole != unit.whole:
+                stored = self.stored(unit, at >= newest, at == first, heard)
+            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
+                stored = old  # the usual case, in long histories
+            else:
+                stored = old._replace(turns=None, carriers=())  # once history, it is settled
+            record.units.append(stored)
+            if stored.turns is not None:
+                record.kept.append(at)
+                size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
+        trace.record = record
+        trace.line = Line()
+        if match.line is not None and match.record is not None:
+            if match.line.record is match.record and match.depth == len(match.record.units):
+                trace.line = match.line  # it goes on; else it branches off
+        if size <= self.lines.limit >> 1:
+            self.lines.put(trace.line, record, places[end - 1], size)
+        elif match.line is not None:
+            self.lines.drop(match.line)
+
+    def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
+        """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
+        though unchanged: they may have to be restored."""
+        old, came = unit.stored, tuple(unit.blocks())
+        restorable = unit.by_user() or bool(unit.carriers)
+        turns: tuple[Turn, ...] | None = None
+        carriers: tuple[Turn, ...] = ()
+        if old is not None:
+            turns, carriers = old.turns, old.carriers
+        elif unit.inserted or unit.dropped or (restorable and (new or first or came)):
+            turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
+            carriers = tuple([storable(turn) for turn in unit.carriers])
+        inserted = old.inserted if old else unit.inserted
+        return Stored(
+            words=unit.words,
+            whole=unit.whole,
+            blocks=old.blocks if old else came,
+            came=came,
+            turns=turns,
+            carriers=carriers,
+            inserted=inserted,
+            calls=old.calls if old else unit.calls(),
+            heard=heard,
+            private=old is not None or not PERSONAL.isdisjoint(inserted),
+            size=sum([one.size for one in unit.said]),
+            first=tuple(first_blocks(unit, old)) if first else (),
+        )
+
+    def overflowed(self, trace: Trace) -> None:
+        """The server said that the context is full: a fresh start, without restored text."""
+        if trace.line is not None:
+            self.lines.drop(trace.line)
 
 
-def flat(units: list[Unit]) -> list[Turn]:
-    """The units' turns in order, without the head, which is none."""
-    return [turn for unit in units for turn in (unit.turn, *unit.carriers)][1:]
+class Now(NamedTuple):
+    """What restoring depends on in the request itself."""
 
+    newest: int  # place of the answer before the newest user turn: what is behind it is new
+    first: int  # place of the first user turn
+    moved: frozenset[str]  # kinds of carriers that stand behind the last answer
+    speaker: bool  # the newest user turn tells who speaks
+    later: list[Unit]  # behind the first user turn
 
-def texts_of(turns: list[Turn]) -> list[str]:
-    return [slot.get() for turn in turns for slot in turn.slots()]
-
-
-class Moved(NamedTuple):
-    """A decoration in history that reads `now` what the stored version has as `before` ('': not at
-    all)."""
-
-    version: Version
-    before: str
-    now: str
-
-    def due(self, texts: list[str]) -> bool:
-        """Whether the conversation's user `texts` say something else, so that it has to be set down
-        again."""
-        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(
-            self.now
-        ):
-            return True
-        return self.before != self.now and not any(self.now in text for text in texts)
-
-    def note(self) -> None:
-        if self.before:
-            remember(self.version.now, hash(self.before), hash(self.now), 8)
-
-
-def restore(units: list[Unit], report: Report) -> list[Moved]:
-    """Put the stored form of each known unit in its place; returns what the client has rewritten
-    there since."""
-    moved: list[Moved] = []
-    standing = {
-        turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers
-    }
-    for unit in units:
-        version = unit.version
-        if version is None:
-            continue
-        own = version.own or unit.turn
-        now = decorations(unit.turn) if version.own else []
-        was = decorations(own) if now else []
-        if any(piece[0] == "event" and piece not in was for piece in now):
-            continue  # it tells something new
-        if unit.carriers:
-            was += [carried(turn) for turn in version.carriers]
-            now += [carried(turn) for turn in unit.carriers]
-        found = rewritten(version, was, now)
-        moved += found
-        gone = {one.now for one in found if one.before}
-        more = [
-            turn
-            for turn in unit.carriers
-            if turn.text().strip() not in standing and turn.text().strip() not in gone
+    @classmethod
+    def of(cls, units: list[Unit]) -> Now:
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        moved = [
+            kind for unit in units[last:] for carrier in unit.said for kind, _ in carrier.blocks
         ]
-        carriers = version.carriers + more
-        if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
-            unit.turn, unit.carriers = own, carriers
-            report.replayed += 1
-    return moved
+        target = units[target_of(units)]
+        speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
+        moved_kinds = MOVED.intersection(moved)
+        return cls(newest_answer(units), first, moved_kinds, speaker, units[first + 1 :])
 
 
-def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) -> list[Moved]:
-    """Reminders and environment blocks, each with the one of its kind in the stored version that it
-    has the most in common with."""
-    gone = [piece for piece in was if piece not in now]
+def target_of(units: list[Unit]) -> int:
+    """The place of the newest user turn in which somebody speaks; 0 if there is none."""
+    return next((at for at in range(len(units) - 1, 0, -1) if units[at].speaks()), 0)
+
+
+def newest_answer(units: list[Unit]) -> int:
+    """The place of the answer that precedes the newest user turn; 0 if none does."""
+    target = target_of(units)
+    return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
+
+
+def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, int]:
+    """How many units of a request, of those before its answer at `at`, a record can restore; and
+    how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
+    heard what it was; 0, it is another one.
+
+    Units that came as they came before need no such evidence, unless what was sent is private, or
+    tells more than the time in a history so short that another one may be the same.
+    """
+    evidence = agreement(record, units[at], at)
+    heard, end = 0, at
+    for place, stored in enumerate(record.units[:at]):
+        unit = units[place]
+        if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
+            end = place
+            break
+        if stored.heard:
+            heard = place
+    if end == at and evidence:
+        return at, evidence
+    alike = sum([stored.size for stored in record.units[:heard]])
+    for place in range(heard, min(end, len(record.units))):
+        stored = record.units[place]
+        alike += stored.size
+        told = alike < ALIKE and not all(map(is_time, stored.inserted.values()))
+        if stored.private or told or stored.whole != units[place].whole:
+            return place, 0
+    return end, 0
+
+
+def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
+    """Whether a unit is what was sent, with its decorations left as they were, taken out at the
+    moment when it stopped being the newest, or rewritten in the first message.
+
+    `newest` is where the new part of the record began.
+    """
+    blocks = unit.blocks()
+    mine = collections.Counter([text for _, text in blocks])
+    theirs = collections.Counter([text for _, text in stored.blocks])
+    if mine in (theirs, collections.Counter([text for _, text in stored.came])):
+        return True  # in another order or shape
+    if mine <= theirs:
+        if place < newest:
+            return False  # once history, it has been settled
+        gone = theirs - mine
+        moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
+        return place < now.newest or moved
+    kinds = [kind for kind, _ in blocks]
+    same = place == now.first and kinds == [block.kind for block in stored.first]
+    if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
+        return False
+    for (kind, text), block in zip(blocks, stored.first, strict=True):
+        if text != block.now and not (
+            kind in REWRITABLE and replaces(kind, block.now, text, now.later)
+        ):
+            return False
+    return True
+
+
+def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
+    """Whether a text can be set down behind an older one: it has something in the place of each
+    line that it has no more, since what was withdrawn may not stand on; and no `later` message says
+    something of the kind, which would then be older."""
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    if sum((old - new).values()) > sum((new - old).values()):
+        return False
+    told = [text for unit in later for one, text in unit.blocks() if one == kind]
+    if kind == "environment" and told:
+        return False
+    heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
+    changed = labels_of([*(new - old), *(old - new)])
+    return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
+
+
+def labels_of(texts: Iterable[str]) -> set[str]:
+    """What the lines of some texts are about: what stands before a colon, else the whole line."""
+    lines = [line for text in texts for line in text.splitlines()]
+    return {line.partition(":")[0].strip() for line in lines} - {""}
+
+
+def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
+    """The decorations of the first message, with what was sent of each."""
+    blocks = unit.blocks()
+    known = stored.first if stored is not None else ()
+    by_text = {block.now: block for block in known}
     found = []
-    for kind, text in now:
-        if kind in ("reminder", "environment"):
-            before = text
-            if (kind, text) not in was:
-                alike = [old for of, old in gone if of == kind]
-                before = max(alike, key=lambda old: common_prefix(text, old), default="")
-                gone = [piece for piece in gone if piece[1] != before]
-            found.append(Moved(version, before, text))
+    for number, (kind, text) in enumerate(blocks):
+        block = FirstBlock(f"first {number}", kind, text, text)
+        if text in by_text:
+            block = by_text[text]
+        elif len(known) == len(blocks):
+            block = known[number]._replace(now=text)
+        found.append(block)
     return found
 
 
-def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
-    """Take out a carrier after the last answer that says what the newest one of its kind before it
-    said.
-
-    A request may not end with the answer itself, which would ask the model to continue it: then
-    carriers stay."""
-    newest: dict[str, str] = {}
-    for index, unit in enumerate(units):
-        if not unit.carriers:
-            continue
-        kept = []
-        for carrier in unit.carriers:
-            kind, text = carried(carrier)
-            if kind in ("event", "runtime", ""):  # of which there are several
-                kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
-            if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
-                report.dropped += 1
-                unit.changed = True
-            else:
-                newest[kind] = text
-                kept.append(carrier)
-        unit.carriers = kept
+def restored_bytes(units: list[Unit]) -> int:
+    """How many bytes restoring adds to a request."""
+    added = 0
+    for unit in units:
+        if unit.stored is not None and unit.stored.turns is not None:
+            sent = [*unit.stored.turns, *unit.stored.carriers]
+            came = unit.turns + unit.carriers
+            added += sum([len(turn.json()) for turn in sent])
+            added -= sum([len(turn.json()) for turn in came])
+    return added
 
 
-def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Version | None:
-    """Which of several versions of a turn belongs to a conversation that went on with `answer`;
-    None when in doubt.
+def restore(unit: Unit) -> bool:
+    """Put a unit's stored form in its place; whether that changed anything.
 
-    `strict`: this client sends answers back as the server gave them, so one that does not agree is
-    another conversation's. `sure`: only one that does agree will do."""
-    found = [(version, version.goes_on(answer, strict)) for version in known]
-    likely = [version for version, yes in found if yes]
-    maybe = [version for version, yes in found if yes is None]
-    if (
-        likely
-    ):  # another one, whose answer is not known yet, may have been answered in the same words
-        likely += [version for version in maybe if "" in version.answers]
-    elif not sure:
-        likely = maybe
-    return likely[0] if len(likely) == 1 else None
-
-
-HINT = 120  # characters of an answer that are kept to know it again
+    Answers and results stay as the client has them now, but for ids, names and order.
+    """
+    stored = unit.stored
+    if stored is None:
+        return False
+    changed = bool(stored.calls) and respell(unit, stored.calls)
+    if stored.turns is None:
+        return changed
+    turns = list(stored.turns) if unit.by_user() else unit.turns
+    sent, came = [*turns, *stored.carriers], unit.turns + unit.carriers
+    if len(sent) == len(came) and all(map(same_turn, sent, came)):
+        return changed
+    unit.turns, unit.carriers = turns, list(stored.carriers)
+    return True
 
 
-def agrees(hint: str, answer: str) -> bool | None:
-    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its
-    first tool call); None when that cannot be told: clients cut, trim and mark answers."""
-    words = answer.partition(PIECE)[0]
-    if hint and (
-        words == hint
-        or PIECE + hint + PIECE in answer + PIECE
-        or len(hint) > 31
-        and words.startswith(hint)
-    ):
-        return True
-    a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
-    return (
-        None
-        if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b
-        else False
-    )
+def same_turn(stored: Turn, turn: Turn) -> bool:
+    return stored is turn or stored.item == storable(turn).item
 
 
-def stored(turn: Turn) -> Turn:
-    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may
-    not pile up."""
-    item = bare(turn.item or {"role": "user", "content": turn.text()})
-    if isinstance(content := item.get("content"), list):
-        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+def storable(turn: Turn) -> Turn:
+    """A turn as it is kept: without cache_control, which moves from turn to turn."""
+    item = turn.item or {"role": "user", "content": turn.text()}
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    if turn.item and "cache_control" not in item:
+        if not any(isinstance(part, dict) and "cache_control" in part for part in parts):
+            return turn
+    item = bare(item)
+    if parts:
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
     return turn_of(item)
+
+
+# --- lifted text ----------------------------------------------------------------------------------
+
+CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+
+
+def is_time(text: str) -> bool:
+    """Whether a lifted text is a line with a date or a clock."""
+    return len(text) < 120 and "\n" not in text and re.search(_CLOCK, text) is not None
+
+
+def only_clock(before: str, after: str) -> bool:
+    """Whether two texts differ in the time of the day alone."""
+    return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
+
+
+def settle_insertions(
+    units: list[Unit], depth: int, kept: list[int], lifted: dict[str, str]
+) -> tuple[int, dict[str, str]]:
+    """What has to be set down in the newest user turn, by label, so that the newest value of each
+    stands last; and how many of the `depth` units may be restored for that.
+
+    What the client no longer has must not stand on: the units from the one that holds it on go in
+    the client's form. So does the newest user turn when answers stand behind it already (a tool
+    loop) and something new has to be set down; only a clock time may wait for the next one.
+    `kept`: the places where something may have been set down.
+    """
+    target = target_of(units)
+    first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+    while True:
+        wanted = dict(lifted)
+        standing: dict[str, str] = {}
+        since: dict[str, int] = {}
+        if 0 < first < depth:
+            for block in first_blocks(units[first], units[first].stored):
+                if block.kind in REWRITABLE:
+                    wanted[block.label], standing[block.label] = block.now, block.sent
+                    since[block.label] = first
+        for at in kept:
+            stored = units[at].stored if at < depth else None
+            for label, text in stored.inserted.items() if stored else ():
+                standing[label] = text
+                since.setdefault(label, at)
+        gone = [since[label] for label in standing if label not in wanted]
+        if gone:
+            depth = min(gone)
+            continue
+        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+        if pending and target < depth:
+            waits = [
+                label in standing and only_clock(standing[label], pending[label])
+                for label in pending
+            ]
+            if all(waits):
+                return depth, {}
+            depth = target
+            continue
+        return depth, pending
+
+
+def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in the newest user turn; in front of all of it where a
+    decoration of the turn says something of the kind, because that is newer."""
+    unit = units[target_of(units)]
+    unit.inserted = pending
+    lifted = [text for label, text in pending.items() if not label.startswith("first ")]
+    pieces = [text for label, text in pending.items() if label.startswith("first ")]
+    if lifted:
+        pieces.insert(0, reminder("\n\n".join(lifted)))
+    text = "\n\n".join(pieces)
+    at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
+    turn = unit.turns[at] = unit.turns[at].own()
+    slots = turn.slots()
+    if slots:
+        told = labels_of([block for _, block in unit.blocks()])
+        newer = not told.isdisjoint(labels_of(pending.values()))
+        spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
+        slot = slots[0] if newer or not spoken else spoken[-1]
+        slot.set(text + "\n\n" + slot.get())
+    else:
+        turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+
+
+class Editor:
+    """All edits of a request's body, in order: scrub, roles, lift, replay."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+
+    def apply(
+        self,
+        view: View,
+        report: Report,
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Edit a view in place; the arguments are those of Replay.apply(). Raises Unreadable."""
+        report.items = len(view.turns)
+        scrubs = self.config.scrub and view.dialect.edited
+        if scrubs and goes_on_elsewhere(view):
+            report.note = "it goes on from what the server has stored"
+            scrubs = False
+        replays = scrubs and self.config.replay
+        if scrubs:
+            self.scrubber.apply(view, report)
+        if scrubs and self.config.system_first:
+
+            def stays(turn: Turn) -> bool:
+                return replays and self.replay.stays(view, turn, client)
+
+            system_first(view, report, stays)
+        if not replays:
+            return Trace(self.replay.conversation(view))
+        lifted = lift(view, self.replay)
+        trace = self.replay.apply(view, lifted, report, client, size, learn)
+        report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
+        return trace
+
+
+# --- answers, calls and results -------------------------------------------------------------------
+
+Call = tuple[str, str]  # id, name
+NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+def plain(name: Any) -> str:
+    """An id without punctuation, which some clients change."""
+    return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
+
+
+def letters(text: str) -> str:
+    """What an answer is known by: its letters and digits without what the model thought."""
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif "<think>" in text:
+        text = text.partition("<think>")[0]
+    return NOT_LETTERS.sub("", text) or text.strip()
+
+
+def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
+    """The letters of an answer, and the ids of its calls."""
+    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+    calls = [plain(name) for name, _ in unit.calls()]
+    return letters("\n".join(texts)), frozenset(calls)
+
+
+def agreement(record: Record, unit: Unit, at: int) -> int:
+    """Whether an assistant's turn is the answer that the server was heard to give when a record had
+    `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
+    beginning or its end. 2: yes, 0: no, 1: the answer could not be read."""
+    if len(record.units) > at:
+        return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
+    answer = record.heard()
+    if answer is None or len(record.units) < at:
+        return 0
+    if answer is ANY or answer is UNREAD:
+        return 2 if answer is ANY else 1
+    said, calls = spoken(unit)
+    if answer.calls or calls:
+        part = not answer.complete and bool(calls & answer.calls)
+        return 2 if calls == answer.calls or part else 0
+    opening = letters(record.prefill + answer.opening)
+    if answer.complete and said == opening:
+        return 2 if said else 0
+    for heard in (opening, answer.closing):
+        if min(len(heard), len(said)) >= LONG_ANSWER:
+            longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
+            if longer.startswith(shorter) or longer.endswith(shorter):
+                return 2
+    return 0
+
+
+class Beside(NamedTuple):
+    """Something that a turn says beside its texts."""
+
+    words: int
+    whole: int
+    result: bool  # of a tool
+
+
+def beside_texts(turn: Turn) -> list[Beside]:
+    """Calls, results, images and names in a turn."""
+    item, content = turn.item or {}, turn.holder.get(turn.key)
+    said: list[Any] = []
+    results: list[Any] = []
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind == "tool_use":
+                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
+            elif kind == "tool_result":
+                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
+            elif kind not in UNSAID_PARTS:
+                said.append(_sorted_json(bare(part)))
+    elif content is not None and not isinstance(content, str):
+        said.append(_sorted_json(content))
+    for call in listed(item.get("tool_calls")):
+        function = members(members(call).get("function"))
+        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
+    for key in ("call_id", "tool_call_id"):
+        if key in item:
+            call = item.get("arguments", item.get("input"))
+            said.append((plain(item[key]), canonical(call)))
+    if turn.role == "user" and "name" in item:
+        said.append(("name", str(item["name"])))
+    pieces = [Beside(hash(one), hash(one), False) for one in said]
+    return pieces + [Beside(hash(one), hash(one), True) for one in results]
+
+
+def canonical(arguments: Any) -> str:
+    """A call's arguments in one spelling: the server parses them."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(arguments))
+        return arguments
+    return _sorted_json(arguments)
+
+
+def result_text(content: Any) -> str:
+    """A tool's result; a text and a list of one text are the same."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    return "\n".join(texts)
+
+
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str
+    named: Json | None  # has the name, or would
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
+    for call in listed(item.get("tool_calls")):
+        if isinstance(call, dict):
+            function = call.get("function")
+            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
+    for part in listed(item.get("content")):
+        if isinstance(part, dict) and part.get("type") == "tool_use":
+            found.append(CallField(part, "id", part))
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            found.append(CallField(part, "tool_use_id", None))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        found.append(CallField(item, "call_id", named))
+    return found
+
+
+def calls_of(turn: Turn) -> tuple[Call, ...]:
+    """(id, name) of the calls or results in a turn, in order."""
+    calls = []
+    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+        calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
+    return tuple(calls)
+
+
+def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
+    """Give calls or results the ids, names and order in which they were sent first; whether that
+    changed anything."""
+    mine = unit.calls()
+    if mine == first:
+        return False
+    spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
+    if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
+        return False
+    turns: list[tuple[int, Turn]] = []
+    for turn in unit.turns:
+        item = copy.deepcopy(turn.item) if turn.item is not None else None
+        if item is None or not (fields := call_fields(item)):
+            turns.append((turns[-1][0] if turns else 0, turn))
+            continue
+        for holder, key, named in fields:
+            _, holder[key], name = spelled[plain(holder[key])]
+            if named is not None and named.get("name", "") != name:
+                named.pop("name", None)
+                if name:
+                    named["name"] = name
+        order_results(item, spelled)
+        turns.append((min(spelled[plain(one.holder[one.key])][0] for one in fields), turn_of(item)))
+    if unit.role == "tool":
+        turns.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in turns]
+    return True
+
+
+def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
+    """Put the results in a message into the order in which they were sent first."""
+    parts = listed(item.get("content"))
+    places = [
+        at for at, part in enumerate(parts)
+        if isinstance(part, dict) and part.get("type") == "tool_result"
+    ]  # fmt: skip
+    ordered = sorted(
+        [parts[at] for at in places], key=lambda part: spelled[plain(part["tool_use_id"])][0]
+    )
+    for at, part in zip(places, ordered, strict=True):
+        parts[at] = part
+
+
+# --- tools: first-seen form, first-seen order -----------------------------------------------------
+
+
+class Tools:
+    """The forms and orders in which tools were sent first. Bounded; safe to use from many threads."""
+
+    def __init__(self, limit: int) -> None:
+        self.lock = threading.Lock()
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+
+    def get(self, *key: Any) -> Any:
+        """What was put there, or None. It is used now."""
+        place = hash(key)
+        with self.lock:
+            if place not in self.entries:
+                return None
+            self.entries.move_to_end(place)
+            return self.entries[place][0]
+
+    def put(self, value: Any, size: int, *key: Any) -> None:
+        """Keep a value; what takes more than half of the room is not worth all the others."""
+        place = hash(key)
+        with self.lock:
+            self.size -= self.entries.pop(place, (None, 0))[1]
+            if size <= self.limit >> 1:
+                self.entries[place] = value, size
+                self.size += size
+            while self.size > self.limit:
+                self.size -= self.entries.popitem(last=False)[1][1]
+
+    def apply(
+        self,
+        view: View,
+        client: bytes,
+        conversation: str,
+        follows: bool,
+        report: Report,
+        learn: bool,
+    ) -> None:
+        """Send a tool that differs from an earlier one in key order only as it was sent then, and
+        keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
+        tools = view.body.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            return
+        if not tools:
+            return
+        listing = hash(json.dumps(tools))
+        order = self.get(client, "unchanged", listing)
+        if order is None:
+            names = [hash(_sorted_json(bare(tool))) for tool in tools]
+            known = set(names)
+            if len(known) != len(names):
+                return
+            forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
+            first = {name: self.get(client, "form", name) or forms[name] for name in names}
+            order = self.get(client, "order", frozenset(names))
+            if order is None:
+                before = (self.get(client, "talk", conversation) if follows else None) or []
+                old = set(before)
+                order = before + [name for name in names if name not in old]
+                if not old <= known:
+                    order = names
+            if order != names or first != forms:
+                view.body["tools"] = [json.loads(first[name]) for name in order]
+                report.tools_restored += 1
+            elif learn:
+                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
+            if learn:
+                for name, form in first.items():
+                    if form is forms[name]:
+                        self.put(form, 300 + len(form), client, "form", name)
+                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
+        if learn:
+            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
 
 
 # ==================================================================================================
@@ -2151,7 +2913,7 @@ def settled(found: dict[str, float]) -> Usage:
 
 
 _PLAIN = (None, "text", "text_delta", "output_text")
-HINT_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2159,39 +2921,45 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 }
 
 
-def hint_of(window: bytes) -> str:
-    """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do
-    not tell."""
-    words = ""
-    with contextlib.suppress(ValueError, RecursionError):
-        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [
-            window
-        ]:
-            for piece, call in hint_parts(json.loads(text)):
-                if call and not words.strip():
-                    return call
-                words += piece
-            if len(words) > 200:  # more are not compared
-                break
-    return words.strip()[:400]
+def heard_answer(first: bytes, last: bytes) -> Heard:
+    """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    found: list[tuple[str, frozenset[str]]] = []
+    for window in filter(None, (first, last)):
+        texts: list[str] = []
+        calls: set[str] = set()
+        lines = [window]
+        if streamed:
+            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
+                for text, call in answer_parts(json.loads(line)):
+                    texts.append(text)
+                    calls.add(plain(call))
+        found.append(("".join(texts), frozenset(calls - {""})))
+    if not found:
+        return UNREAD
+    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
+    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
+    return answer if answer.opening or answer.closing or answer.calls else UNREAD
 
 
-def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
     leads to `value`."""
     for part in listed(value):
-        yield from hint_parts(part, key)
+        yield from answer_parts(part, key)
     if not isinstance(value, dict):
         return
     kind = value.get("type")
     if kind in ("tool_use", "function_call") or key == "tool_calls":
         yield "", str(value.get("call_id") or value.get("id") or "")
     elif not str(kind).endswith(".done"):  # such an event says again what has been said
-        for name in [name for name in HINT_KEYS if name in value]:
+        for name in [name for name in ANSWER_KEYS if name in value]:
             part = value[name]
             if not isinstance(part, str):
-                yield from hint_parts(part, name)
-            elif kind in HINT_KEYS[name]:
+                yield from answer_parts(part, name)
+            elif kind in ANSWER_KEYS[name]:
                 yield part, ""
 
 
@@ -2256,7 +3024,7 @@ def rendered(turn: Turn) -> str:
     """All that the server reads of a turn: whose call or result it is, texts, calls, results and
     images; not its reasoning."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    pieces = [same_id(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
+    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
     pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
     pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
     pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
@@ -2271,16 +3039,16 @@ def part_text(part: Any) -> str:
     kind, name = part.get("type"), tool_name(part)
     if kind in TEXT_PARTS:
         return str(part.get("text") or "")
-    if kind in _UNSAID_PARTS:
+    if kind in UNSAID_PARTS:
         return ""
     if kind == "tool_result":  # llama-server joins the texts of a result
         content = part.get("content")
         texts = map(part_text, content if isinstance(content, list) else [content])
-        return f"{same_id(part.get('tool_use_id'))}\n{''.join(texts)}"
+        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
     if name != "?":
         call = {**part, **members(part.get("function"))}
         given = arguments_text(call.get("arguments", call.get("input")))
-        return "\n".join((same_id(part.get("id")), name, given))
+        return "\n".join((plain(part.get("id")), name, given))
     text = json.dumps(bare(part))
     if len(text) > 2048:
         text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
@@ -2294,11 +3062,6 @@ def arguments_text(value: Any) -> str:
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     return "" if value is None else json.dumps(value)
-
-
-def same_id(value: Any) -> str:
-    """The id or name of a call; clients respell the punctuation of ids."""
-    return re.sub(r"[\W_]", "", value) if isinstance(value, str) else ""
 
 
 def text_size(text: str) -> int:
@@ -3720,7 +4483,7 @@ class Relay(socketserver.BaseRequestHandler):
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         dialect, counting = dialect_of(path)
-        exchange = Exchange(request, dialect, counting)
+        exchange = Exchange(request, dialect, counting, self.client_address[0])
         self.proxy.busy(1)
         try:
             if dialect is not None and request.method == "POST":
@@ -3965,8 +4728,8 @@ class Relay(socketserver.BaseRequestHandler):
         lines += self.proxy.diagnosis(exchange)
         if self.close_connection:
             lines.append(b"Connection: close")
-        if exchange.dialect is not None and not response.headers.all(b"content-encoding"):
-            exchange.tap = Tap()
+        if response.headers.all(b"content-encoding"):
+            exchange.tap = None
         try:
             self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
         except BaseException as fault:
@@ -4066,8 +4829,11 @@ class Relay(socketserver.BaseRequestHandler):
 class Exchange:
     """One request on its way, and what is remembered of it afterwards."""
 
-    def __init__(self, request: Request, dialect: Dialect | None, counting: bool) -> None:
+    def __init__(
+        self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
+    ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
+        self.address = address  # of the client, without the port
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
         self.sent = self.begun = self.ended = 0.0
@@ -4082,7 +4848,7 @@ class Exchange:
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
-        self.tap: Tap | None = None
+        self.tap = Tap() if dialect is not None else None
 
     def key(self) -> str:
         """The client's key, for questions about its own request."""
@@ -4338,6 +5104,12 @@ class Server(socketserver.ThreadingTCPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
+CONTEXT_FULL = re.compile(
+    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
+)
+CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+
+
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
@@ -4348,11 +5120,10 @@ class Proxy:
         self.config = config or Config()
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
-        self.scrubber = Scrubber(self.config)
-        self.reader = Reader(
-            self.scrubber if self.config.scrub else None, self.config.replay_mb << 17
-        )
-        self.replay = Replay(self.config)
+        self.editor = Editor(self.config)
+        self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
+        known = self.scrubber if self.config.scrub else None
+        self.reader = Reader(known, self.config.replay_mb << 20)
         self.ledger = Ledger(self.config.ledger_mb << 19)
         self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
@@ -4465,22 +5236,21 @@ class Proxy:
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         dialect, report = exchange.dialect, exchange.report
         assert dialect is not None
-        scrubs = self.config.scrub and dialect.edited
-        replays = scrubs and self.config.replay
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        report.items = len(view.turns)
-        if scrubs:
-            self.scrubber.apply(view, report)
-        if replays:
-            lifted = lift(view, self.replay)
-            exchange.trace = self.replay.apply(view, lifted, report, learn=not exchange.counting)
-            report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
-        else:
-            exchange.trace = Trace(self.replay.conversation(view))
+        client, learn = self.client(exchange), not exchange.counting
+        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        if exchange.trace.record is not None:
+            exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
+
+    def client(self, exchange: Exchange) -> bytes:
+        """Whose request it is: a digest of the key that it carries and of where it comes from.
+        Nobody's text may reach anybody else's prompt."""
+        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
+        return digest(exchange.address, *headers)
 
     # --- while the model works --------------------------------------------------------------------
 
@@ -4546,17 +5316,20 @@ class Proxy:
                 self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            first, last = (
-                exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
-            )
-            exchange.usage = usage_of(first, last)
-            if exchange.trace.newest:
-                self.replay.answered(exchange.trace, hint_of(first) if answered else None)
+            tap = exchange.tap
+            first, last = tap.windows() if tap is not None else (b"", b"")
+            if record := exchange.trace.record:
+                record.answer = heard_answer(first, last) if answered else None
+                record.tap = None
+            if exchange.status == 400 and CONTEXT_FULL.search(first):
+                self.replay.overflowed(exchange.trace)
+            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
                 exchange.verdict = exchange.case = None
             elif exchange.verdict is not None:
                 self.warmup.remember(exchange)
-            exchange.tap, exchange.view, exchange.trace.newest = None, None, []
+            exchange.tap = exchange.view = None
+            exchange.trace = Trace(exchange.trace.conversation)
             case = exchange.case
             if (
                 case is not None
@@ -4988,8 +5761,7 @@ class Warmup:
                 if view is None:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    with replay.store.lock:
-                        replay.tools(view, replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
@@ -5227,8 +5999,12 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
         "Share of prompt tokens reused over the last 20 requests.",
     ),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
-    ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory held for explanations."),
+    ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
+    (
+        "kvproxy_ledger_bytes",
+        lambda on: on.ledger.size + on.received.size,
+        "Memory held for explanations.",
+    ),
     (
         "kvproxy_start_time_seconds",
         lambda on: on.metrics.since,
@@ -5584,7 +6360,7 @@ def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str,
     if response.status != 200:
         told = " ".join(data[:200].decode("utf-8", "replace").split())
         raise ValueError(f"the server answered {response.status}: {told}")
-    return hint_of(data), usage_of(data), first
+    return heard_answer(data, b"").opening, usage_of(data), first
 
 
 def play(
@@ -5907,7 +6683,7 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(textwrap.fill(STRAIGHT, 110))
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        text = plain(f"{found['cause']}: {waste} {found['advice']}")
+        text = printed(f"{found['cause']}: {waste} {found['advice']}")
         print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
@@ -5926,7 +6702,7 @@ def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     yield from reader.end()
 
 
-def plain(text: str) -> str:
+def printed(text: str) -> str:
     """A text from a file for the terminal, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
@@ -5937,7 +6713,7 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    name, what = plain(row["name"][:28]), plain(row["what"])
+    name, what = printed(row["name"][:28]), printed(row["what"])
     return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
@@ -5958,7 +6734,7 @@ class LogReader:
         self.config, limit = config, config.ledger_mb << 20
         self.ledger = Ledger(limit)  # of prompts as captured
         self.cured = Ledger(limit)  # and as kvproxy would have sent them
-        self.scrubber, self.replay = Scrubber(config), Replay(config)
+        self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
         self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
@@ -5992,7 +6768,7 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        prompt = Prompt(view, self.replay.conversation(view), headers, now)
+        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
         case.idle = now - self.ended if self.ended else 0.0
         verdict, prompt.number = case.verdict, self.ledger.count
@@ -6020,11 +6796,10 @@ class LogReader:
 
     def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        if view.dialect.edited:
-            report = Report()
-            self.scrubber.apply(view, report)
-            self.replay.apply(view, lift(view, self.replay), report)
-        return self.cured.judge(Prompt(view, self.replay.conversation(view), headers)).verdict
+        trace = self.editor.apply(view, Report())
+        if trace.record is not None:
+            trace.record.answer = ANY
+        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 

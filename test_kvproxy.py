@@ -60,6 +60,28 @@ def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
     return value
 
 
+def assert_linear(
+    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 32768
+) -> None:
+    """Twice the input takes at most three times the time of this thread, at every size up to
+    `most`; the best of several runs counts, so that a busy machine does not matter."""
+
+    def cost(value: Any) -> float:
+        begun = time.thread_time()
+        work(value)
+        return time.thread_time() - begun
+
+    size = 64
+    while 2 * size <= most:
+        small, large = make(size), make(2 * size)
+        for _ in range(9):
+            if cost(large) < 0.001 or cost(large) <= 3 * min(cost(small), cost(small)):
+                break
+        else:
+            raise AssertionError(f"grows faster than its input, from {size} to {2 * size}")
+        size *= 4
+
+
 class Peer:
     """A raw socket that reads until a byte string, a count, or the end, and never hangs."""
 
@@ -1031,6 +1053,11 @@ SCRUB_EDITED = ("chat", "responses", "messages")
 SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
 scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
 STAMP = "[Wed 2026-02-18 20:48 UTC] "
+CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
+SCRUB_ALL = {"strip_message_ids": "1", "strip_timestamps": "1"}
+MARK = "(volatile) "  # what tests edit that are about no rule in particular
+MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
+STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
 
 
 def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> dict[str, Any]:
@@ -1055,9 +1082,9 @@ def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> di
 def scrubbed(
     body: dict[str, Any], dialect: str | None, **settings: Any
 ) -> tuple[dict[str, Any], kvproxy.Report]:
-    """scrub(), with a check that the payload did not change."""
+    """scrub() with every rule on, and a check that the payload did not change."""
     before = copy.deepcopy(body)
-    result, report = kvproxy.scrub(body, Config(**settings), dialect)
+    result, report = kvproxy.scrub(body, Config(**{**SCRUB_ALL, **settings}), dialect)
     assert body == before and list(body) == list(before)
     return result, report
 
@@ -1114,9 +1141,7 @@ SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full",
         (STAMP[:-1], "\nHello."),
         (STAMP, ""),
         (STAMP[:-1], ""),
-        # what stands behind it is the person's: a second stamp, a stamp in the text, JSON
-        (STAMP, "[Thu 2026-02-19 20:48 UTC] Hello."),
-        (STAMP, STAMP + "Hello."),
+        # what stands behind it is the person's: a stamp in the text, JSON
         (STAMP, "Since [Wed 2026-02-18 20:47 UTC] it is slow."),
         (STAMP, '```json\n{"message_id": "1", "text": "pasted"}\n```'),
         (STAMP, '{"message_id": "1"}'),
@@ -1126,20 +1151,59 @@ SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full",
 def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
     body = scrub_body(
         dialect,
-        ("system", "S"),
+        ("system", CLAW),
         ("user", "a"),
         ("assistant", "b"),
         ("user", stamp + rest),
         parts=parts,
     )
     wanted = scrub_body(
-        dialect, ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
+        dialect, ("system", CLAW), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
     )
     result, report = scrubbed(body, dialect)
     assert result == wanted
     assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
-    assert scrubbed(body, dialect, strip_timestamps=False)[0] == body
+    assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
+    for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
+        assert scrubbed(body, dialect, **settings)[0] == body
     assert scrubbed(body, dialect, scrub=False)[0] == body
+
+
+SCRUB_LOGS = (  # pasted, not put there by OpenClaw
+    STAMP + "[Thu 2026-02-19 20:48 UTC] Hello.",
+    STAMP + STAMP + "Hello.",
+    STAMP + "started\n[Wed 2026-02-18 23:50 UTC] crashed\nHow long did it run?",
+)
+
+
+@pytest.mark.parametrize("text", SCRUB_LOGS)
+def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
+    body = scrub_body("chat", ("system", CLAW), ("user", text))
+    result, report = scrubbed(body, "chat")
+    assert result == body and report.edits() == 0
+
+
+def test_scrub_stamp_of_other_clients_stays() -> None:
+    """Only a request with a shape that OpenClaw alone writes is OpenClaw's."""
+    hello = ("user", STAMP + "Hello.")
+    for turns, removed in (
+        ([hello], 0),
+        ([("system", "Be brief."), hello], 0),
+        (
+            [
+                ("system", "Help people to set up OpenClaw; its line is `Runtime: agent=main`."),
+                hello,
+            ],
+            0,
+        ),
+        ([("system", "S"), ("user", rp_reminder("be kind")), hello], 0),
+        ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
+        ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
+        ([("system", scrub_block("Meta", SCRUB_INBOUND)), hello], 1),
+        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
+        ([("user", rp_before("x")), ("assistant", "b"), hello], 1),
+    ):
+        assert scrubbed(scrub_body("messages", *turns), "messages")[1].ts_removed == removed, turns
 
 
 SCRUB_KEPT_USER = (
@@ -1162,6 +1226,10 @@ SCRUB_KEPT_USER = (
     "Wed 2026-02-18 20:48 UTC] half",
     # Departures from the design, on purpose: these are stored with the message and never vary.
     "[Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC] hi",
+    "[message_id: 1795]\nHello.",
+    "[slack message id: 171.5 channel: C9]\nHello.",
+    "one\n[message_id: 1795]\n\ntwo\n[message_id: 1796]",
+    "Which id was sent twice?\n```\n[message_id: 17]\nhello\n\n[message_id: 17]\nhello\n```\n",
     "hi\n[message_id: 1795]",
     "hi\n[message_id: 1795]\n",
     "hi\n[message_id: 1795]\n\n",
@@ -1248,7 +1316,8 @@ def test_scrub_ids_with_misleading_values(
     rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
     ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
             "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
-    head = {"schema": "openclaw.inbound_meta.v1", "chat_id": value, "tail": value}
+    head = {"flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
+            "chat_id": value, "sender_id": value, "tail": value}  # fmt: skip
     inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
                "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
     for first, second in (
@@ -1264,11 +1333,11 @@ def test_scrub_ids_with_misleading_values(
                             ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
         result, report = scrubbed(body, dialect)
         assert result == wanted
-        assert report.msg_ids_removed == 8
+        assert report.msg_ids_removed == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_scrub_drop_members_equals_parsing(seed: int) -> None:
+def test_scrub_json_members_equal_parsing(seed: int) -> None:
     """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the
     text changes."""
     dice = random.Random(seed)
@@ -1298,9 +1367,10 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        left, end, count = kvproxy.drop_members(text, 7, kvproxy.ID_MEMBER)
-        assert left == json.dumps(pruned(found), **layout)
-        assert text[end:] == " after }]" and count >= 1
+        end, members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
+        left = kvproxy.without(text, kvproxy.with_commas(text, members))
+        assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
+        assert text[end:] == " after }]" and members
 
 
 @pytest.mark.parametrize(
@@ -1315,22 +1385,34 @@ def test_scrub_drop_members_equals_parsing(seed: int) -> None:
         '{"a": "\n"}',
         "[[[1]]",
         '{"a": {"message_id": 1}',
-        "[" * 9 + "]" * 9,
         "[" * 5000,
         '{"message_id": "' * 5000,
     ],
 )
-def test_scrub_drop_members_refuses_broken_json(text: str) -> None:
-    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == ("", 0, 0)
+def test_scrub_json_members_refuse_broken_json(text: str) -> None:
+    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == (-1, [])
 
 
-def test_scrub_drop_members_takes_any_word_for_a_value() -> None:
+def test_scrub_json_members_take_any_word_for_a_value() -> None:
     text = '{"a": {"message_id": yes, "b": no}, "c": [{"message_id": {"x": [maybe]} }], "message_sid": 1.5e+3\n}'
-    assert kvproxy.drop_members(text, 0, kvproxy.ID_MEMBER) == (
-        '{"a": {"b": no}, "c": [{}]\n}',
-        len(text),
-        3,
-    )
+    end, members = kvproxy.json_members(text, 0, kvproxy.ID_KEYS)
+    assert (end, len(members)) == (len(text), 3)
+    left = kvproxy.without(text, kvproxy.with_commas(text, members))
+    assert left == '{"a": {"b": no}, "c": [{}]\n}'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"a": 1, "message_id": 1, "reply_to_id": 2}', '{"a": 1}'),
+        ('{"message_id": 1, "reply_to_id": 2}', "{}"),
+        ('{"message_id": 1, "a": 1, "reply_to_id": 2\n}', '{"a": 1\n}'),
+        ('{"a": 1 "message_id": 1 "message_id": 1}', '{"a": 1}'),
+    ],
+)
+def test_scrub_json_members_leave_no_comma(before: str, after: str) -> None:
+    _, members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
+    assert kvproxy.without(before, kvproxy.with_commas(before, members)) == after
 
 
 @scrub_forms
@@ -1363,10 +1445,11 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     def turn(*texts: str) -> dict[str, Any]:
         return {
             "messages": [
+                {"role": "system", "content": CLAW},
                 {
                     "role": "user",
                     "content": [image, *({"type": "text", "text": text} for text in texts)],
-                }
+                },
             ]
         }
 
@@ -1379,26 +1462,12 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     )
 
 
-def test_scrub_id_lines() -> None:
-    """A line of its own with text behind it goes; one that closes the text stays."""
-    for before, after in (
-        ("[message_id: 1795]\nHello.", "Hello."),
-        ("one\n[message_id: 1795]\ntwo", "one\ntwo"),
-        ("one\n[message_id: 1795]\n\ntwo\n[message_id: 1796]", "one\ntwo\n[message_id: 1796]"),
-        ("[slack message id: 171.5 channel: C9]\nHello.", "Hello."),
-        (STAMP + "one\n[message_id: 9]\ntwo", "one\ntwo"),
-    ):
-        assert scrubbed(scrub_body("chat", ("user", before)), "chat")[0] == scrub_body(
-            "chat", ("user", after)
-        )
-
-
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("version", ["v1", "v2", "v17"])
 @pytest.mark.parametrize("header", SCRUB_INBOUND_HEADERS)
 def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> None:
-    """Under each header, each volatile key in each position, `schema` first or last; the stable
-    keys stay."""
+    """Under each header, each id in each position, `schema` first or last; the stable keys stay,
+    and so do who speaks and the flags: Lift moves them."""
     schema = {"schema": f"openclaw.inbound_meta.{version}"}
     stable = {
         "chat_id": "c1",
@@ -1406,17 +1475,17 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         "provider": "p",
         "surface": "s",
         "chat_type": "direct",
+        "sender_id": "ui",
+        "flags": {"was_mentioned": True, "history_count": 3, "more": {"a": ["}"]}},
     }
-    flags = {"was_mentioned": True, "history_count": 3, "more": {"a": ["}"]}}
     volatile = [
         ("message_id", "775b2410"),
         ("message_id_full", 1795),
         ("reply_to_id", None),
-        ("sender_id", "ui"),
-        ("flags", flags),
+        ("message_sid", {"a": ["}"]}),
     ]
     for rest in ({**schema, **stable}, {**stable, **schema}, schema):
-        for gone in ([volatile[0]], [volatile[4]], volatile):
+        for gone in ([volatile[0]], [volatile[3]], volatile):
             for position in range(len(rest) + 1):
                 members = list(rest.items())
                 members[position:position] = gone
@@ -1488,17 +1557,17 @@ def test_scrub_strip_message_ids_modes(
     def body(system: bool, user: bool) -> dict[str, Any]:
         head = {key: value for key, value in meta.items() if key == "schema" or not system}
         block = {key: value for key, value in info.items() if key == "a" or not user}
-        line = "" if user else "[message_id: 5]\n"
         made = scrub_body(dialect, ("system", scrub_block("Meta", head)),
-                          ("user", scrub_block(INFO, block) + line + "hi"), parts=parts)  # fmt: skip
+                          ("user", scrub_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
         if not user:
             items = made["input" if dialect == "responses" else "messages"]
             items[-1]["message_id"] = "7"
         return made
 
+    assert Config().strip_message_ids == "system"
     result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
     assert result == body(system, user)
-    assert report.msg_ids_removed == system + 3 * user
+    assert report.msg_ids_removed == system + 2 * user
 
 
 def test_scrub_top_level_ids_beside_a_role() -> None:
@@ -1526,7 +1595,7 @@ def test_scrub_top_level_ids_beside_a_role() -> None:
         {"type": "function_call_output", "call_id": "c", "output": "x"},
         {"type": "reasoning", "summary": []},
     ):
-        body = {"input": [{**item, **ids}, {"role": "user", "content": STAMP + "hi"}]}
+        body = {"input": [{**item, **ids}, {"role": "user", "content": "hi"}]}
         assert scrubbed(body, "responses")[0]["input"][0] == {**item, **ids}
 
 
@@ -1748,17 +1817,15 @@ def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
 
 
 def test_scrub_own_patterns_are_applied_in_order() -> None:
-    body = scrub_body("chat", ("user", STAMP + "a b c"))
-    config = Config.from_env(
-        {"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": r"^\["}
-    )
+    body = scrub_body("chat", ("user", "xa b c"))
+    config = Config.from_env({"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": "^x$"})
     assert kvproxy.scrub(body, config, "chat")[0] == scrub_body("chat", ("user", ""))
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_the_same_text_again(dialect: str) -> None:
     """A text that comes twice is edited twice, in the user's turns only."""
-    again = STAMP + "Hello."
+    again = MARK + "Hello."
     texts = [
         ("system", again),
         ("user", again),
@@ -1766,9 +1833,9 @@ def test_scrub_the_same_text_again(dialect: str) -> None:
         ("user", again),
         ("assistant", "b"),
     ]
-    left = [texts[0], ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
-    result, report = scrubbed(scrub_body(dialect, *texts), dialect)
-    assert result == scrub_body(dialect, *left) and report.ts_removed == 2
+    left = [("system", "Hello."), ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
+    result, report = scrubbed(scrub_body(dialect, *texts), dialect, **MARKED_OFF)
+    assert result == scrub_body(dialect, *left) and report.regex_removed == 3
 
 
 SCRUB_ASKED = [
@@ -1780,7 +1847,6 @@ SCRUB_ASKED = [
 SCRUB_INBOUND = {
     "schema": "openclaw.inbound_meta.v1",
     "message_id": "775b2410",
-    "sender_id": "openclaw-control-ui",
     "channel": "webchat",
 }
 SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
@@ -1790,7 +1856,7 @@ SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
 def scrub_wire() -> Iterator[Rig]:
     """One proxy with every feature on, shared by tests whose conversations have nothing in
     common."""
-    with shared_rig(log_level="info") as made:
+    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
         yield made
 
 
@@ -1833,7 +1899,7 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
     )
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
-    counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=3 | items_modified=2 | stream=False"
+    counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=False"
     assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
 
 
@@ -1863,9 +1929,10 @@ def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     raw = json.dumps(body, indent=1).encode()
     off = {
         "strip_message_ids": "0",
-        "strip_timestamps": False,
+        "strip_timestamps": "0",
         "strip_billing": False,
         "system_first": False,
+        "lift": False,
     }
     for settings in ({"scrub": False}, off):
         proxied = rig(**settings)
@@ -1873,11 +1940,161 @@ def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
         assert proxied.server.seen[-1].body == raw
 
 
-# --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
-
-
 def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
+
+
+# --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
+
+SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
+    # name: (start, piece that is repeated, end)
+    "spaces": ("a", " ", "b"),
+    "spaces in front": ("", " ", "b"),
+    "empty lines": ("a", "\n", "b]"),
+    "stamps": ("", STAMP, "x"),
+    "stamps without end": ("[Matrix ", "a ", "Wed 2026-02-18"),
+    "labels": ("", "Abc ", "(untrusted"),
+    "block without end": ("", "Conversation context (untrusted):\n```json\nx\n\n", ""),
+    "block in fences": (scrub_block(INFO, {"a": 1})[:-6], "\n```x", ""),
+    "blocks": ("", scrub_block(INFO, {"a": 1}), "x"),
+    "context lines": ("Untrusted context (metadata", " x", "):\nx"),
+    "context without end": ("Untrusted context (metadata):\n", "line\n", "x"),
+    "current message": ("Current message:\n", "#1 ", "Ann"),
+    "current messages": ("", "Current message:\n[Replying to: x]\n#1 Ann: ", ""),
+    "events": ("System: [2026-02-18 x] y", "\n\nSystem: x", ""),
+    "event and lines": ("System: [2026-02-18 x] y", "\n", "System"),
+    "runtime contexts": ("", "OpenClaw runtime context for the <<<END_OPENCLAW_INTERNAL", ""),
+    "internal contexts": ("", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", ""),
+    "reminders": ("a", "\n<system-reminder>x</system-reminder>", ""),
+    "reminders in front": ("", "<system-reminder></system-reminder>\n", "a"),
+    "reminders with text": ("a", "\n<system-reminder>x</system-reminder> y", "]"),
+    "reminders without end": ("", "<system-reminder>", ">"),
+    "reminders without start": ("a\n", "</system-reminder>", ""),
+    "environments": ("", "<environment_context></environment_details>", ""),
+    "replies": ("", "[Replying to ", "[/Replying"),
+    "media lines": ("x\n", "[media attached: ", "\n"),
+    "deliveries": ("", "Delivery: x\n", ""),
+    "id lines behind": ("a", "\n[message_id: 1]", ""),
+    "id line without end": ("a\n[message_id: ", "x", ""),
+    "runtime lines behind": ("a", "\nRuntime: agent=x | y", ""),
+    "runtime line behind": ("a\nRuntime: agent=", "x |", ""),
+    "members": (INFO + '\n```json\n{"a": 1', ', "message_id": 1', "}\n```\n\nhi"),
+    "members without commas": (INFO + '\n```json\n{"a": 1', ' "message_id": 1', "}\n```\n\nhi"),
+    "member after member": (INFO + "\n```json\n[", '{"message_id": 1}, ', "1]\n```\n\nhi"),
+    "member of spaces": (INFO + '\n```json\n{"message_id"', " ", "1}\n```\n\nhi"),
+    "member without value": (INFO + "\n```json\n{", '"message_id": \n', "}\n```\n\nhi"),
+    "string without end": (INFO + '\n```json\n{"message_id": "', '\\"', "}\n```\n\nhi"),
+    "brackets": (INFO + "\n```json\n", "[", "]\n```\n\nhi"),
+    "words": (INFO + "\n```json\n{", "word ", "(}\n```\n\nhi"),
+    "inbound braces": ("", "{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound marks": ("{" * 32, "a ", '"schema":"openclaw.inbound_meta.' * 16),
+    "inbound quotes": ("", '\\"', '{"schema":"openclaw.inbound_meta.v1"'),
+    "inbound schemas": ("{", '"schema": "openclaw.inbound_meta.v1", ', ""),
+    "inbound spaces": ("{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
+    "inbound objects": ("", '{"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}}', ""),
+    "inbound without end": ('{"schema":"openclaw.inbound_meta.v1"', ',"flags":{}', ""),
+    "billing": ("[Anthropic] Claude Code v1", " (", "x"),
+    "billing lines": ("x-anthropic-billing-header: a", "\n", ""),
+    "runtime": ("", "Runtime: agent=x | sessionId=0-", ""),
+    "runtime line": ("Runtime: agent=x", " | sessionId=0123456789", ""),
+    "sessions": ("## A Sessions\n", "sessions_list x ", ""),
+    "session headings": ("", "## A Sessions\nsessions_list\n", ""),
+    "git status": ("Status: active\n", "    key: value\n", "\nRecent commits: see git\n"),
+    "staged files": (
+        "Current branch: main\n\nStatus: \n",
+        "A  a.py\n",
+        "\nRecent commits:\n(none)\n",
+    ),
+    "git states": ("", "gitStatus: x\nCurrent branch: y\n", ""),
+    "git titles": ("", "gitStatus: \nRecent commits:\n", ""),
+    "git headings": ("", "Status:\n\nRecent commits:\n", ""),
+    "git branches": ("", "Current branch: \n", ""),
+    "git empty lines": ("Current branch: x\n", "\n", "Status: x"),
+    "commits": ("Recent commits:\n", "    1234567 x\n", "x"),
+    "commits in a line": ("Recent commits:\n", "1234567", " "),
+    "git contexts": ("", '<context name="gitStatus">\n', ""),
+    "git context": ('<context name="gitStatus">', "<x", ""),
+    "git lines": ("", "git: Current branch: x\n", ""),
+    "dates": ("", "Current date: 2026-01-01\nx\n", ""),
+    "dates in a line": ("", "Current date: 2026-01-01 ", ""),
+    "date and text": ("The current date is 2026-01-01 ", "a", " "),
+    "clock": ("Current time is 07:05:09.", "1", " a"),
+    "today": ("", "  Today's date: ", ""),
+    "today in spaces": ("", "\t ", "Today's date: x"),
+    "conversations": ("", "Conversation started: 2026-01-01 at \n", ""),
+    "tags": ("", "<current-time>\n", ""),
+    "Copilot": ("Session a: ", "/12345678-1234-1234-1234-123456789012 ", "x"),
+    "fences": ("", "```\n", "Current date: 2026-01-01"),
+    "longer fences": ("````\n", "```\n~~~\n", "Current date: 2026-01-01"),
+    "fenced dates": ("", "```\nCurrent date: 2026-01-01\nx\n```\n", ""),
+    "a long line": ("", "x ", ""),
+}
+
+
+@pytest.mark.parametrize("name", SCRUB_HOSTILE)
+def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scanner over texts that are hostile to one of its alternatives; without the limits, which
+    would end it early."""
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+    rows = (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]"))
+    scrubber = kvproxy.Scrubber(Config(**SCRUB_ALL, system_first=False))
+    start, piece, end = SCRUB_HOSTILE[name]
+
+    def make(size: int) -> str:
+        return start + piece * (size // len(piece)) + end
+
+    def work(text: str) -> None:
+        kvproxy.undress(text)
+        kvproxy.lift_text(text, rows)
+        body = {"messages": scrub_turns(("system", text), ("user", text))}
+        view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+        assert view is not None
+        scrubber.apply(view, kvproxy.Report())
+
+    assert_linear(work, make)
+    begun = time.thread_time()
+    work(make(100_000))
+    assert time.thread_time() - begun < 1
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("turns", {"messages": scrub_turns(("user", "x")) * 8001}),
+        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": scrub_turns(("user", "x"))}),
+        (
+            "texts in a turn",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": scrub_turns(
+                    ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
+                )
+            },
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": scrub_turns(
+                    ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
+                )
+            },
+        ),
+    ],
+)
+def test_scrub_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
+    """More than any agent sends: the very bytes are forwarded, and the log says why."""
+    raw = json.dumps(body, indent=1).encode()
+    seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+    assert seen.body == raw and f"forwarded as it came: too many {what}" in line
+    if what != "decorations of a text":
+        result, report = scrubbed(body, "chat")
+        assert result == body and report.note == f"too many {what}"
+
+
+# --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
 
 
 def scrub_reminder(text: str) -> str:
@@ -2063,26 +2280,27 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
     body = {
         "max_tokens": 5,
         "messages": scrub_turns(
-            ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", STAMP + "v")
+            ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", MARK + "v")
         ),
     }
     wanted = {
         "max_tokens": 5,
         "messages": scrub_turns(("system", "B"), ("user", "u"), ("assistant", "a"), ("user", "v")),
     }
-    assert scrubbed(body, None)[0] == wanted
+    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
 
 
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", STAMP + "x")
-    result, report = kvproxy.scrub(body)
-    assert report.edits() == 1
-    assert result == kvproxy.scrub(body, Config())[0] == kvproxy.scrub(body, Config(), "chat")[0]
+    body = scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
+    config = Config(replay=False)
+    result, report = kvproxy.scrub(body, config)
+    assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", STAMP + "x")
+    assert body == scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
@@ -2130,10 +2348,10 @@ def test_scrub_odd_messages_stay_and_others_are_edited(dialect: str, item: dict[
     key = "input" if dialect == "responses" else "messages"
     before, after = (
         [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
-        for text in (STAMP + "x", "x")
+        for text in (MARK + "x", "x")
     )
-    result, report = scrubbed({key: before}, dialect)
-    assert result == {key: after} and report.ts_removed == 2
+    result, report = scrubbed({key: before}, dialect, **MARKED_OFF)
+    assert result == {key: after} and report.regex_removed == 2
 
 
 def test_scrub_of_a_payload_too_deep_to_copy() -> None:
@@ -2216,7 +2434,7 @@ def test_scrub_fuzz() -> None:
 
 # --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in t
 
-HELLO = json.dumps(STAMP + "hello")
+HELLO = json.dumps(MARK + "hello")
 SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
 
 
@@ -2296,7 +2514,7 @@ def test_scrub_nested_bodies(
     """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
     edited and whole."""
     deep = opener * depth + "1" + closer * depth
-    texts = ["hello", "what?"] if not marked else [STAMP + "hello", STAMP + "what?"]
+    texts = ["hello", "what?"] if not marked else [MARK + "hello", MARK + "what?"]
     question = '{"role":"user","content":"%s"}'
     places = (
         f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
@@ -2309,16 +2527,16 @@ def test_scrub_nested_bodies(
         if "forwarded as it came: nested too deeply" in line:
             assert depth * len(closer) > 500 and seen.body == raw
         else:
-            assert seen.body == raw.replace(STAMP.encode(), b"")
+            assert seen.body == raw.replace(MARK.encode(), b"")
 
 
 @pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
 def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
     """Where parsing just succeeds, what comes after it may go one level too deep."""
-    proxy = Proxy(Config(log_level="error"))
+    proxy = Proxy(Config(log_level="error", **MARKED_OFF))
     proxy.log.addHandler(log := LogLines())
     head = kvproxy.parse_request(b"POST /v1/messages HTTP/1.1", [b"Host: a"])
-    hello = f"{STAMP}hello"
+    hello = f"{MARK}hello"
     for depth in range(300, 1100):
         deep = opener * depth + "1" + closer * depth
         for content in (
@@ -2377,14 +2595,14 @@ def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> N
 
 
 def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
-    """Numbers, key order, lone surrogates, escapes and repeated texts, after a stamp was removed
+    """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
     beside them."""
     rest = (
         r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
         r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
         r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
         + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
-        + STAMP
+        + MARK
         + '"'
     )
     for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
@@ -2392,8 +2610,8 @@ def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
             r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
             r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
         )
-        raw = f'{{{rest},"{key}":{items % (STAMP, STAMP, STAMP)}}}'.encode()
-        wanted = f'{{{rest},"{key}":{items % ("", STAMP, "")}}}'.encode()
+        raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
+        wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
         seen = scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body
 
         def exact(data: bytes) -> Any:
@@ -2597,61 +2815,82 @@ RP_GIT = (
     "gitStatus: This is how the repository looked when we began. It is a snapshot.\n\nCurrent branch: trunk\n\n"
     "Main branch (used for merge requests): trunk\n\nGit user: Ann\n\nStatus:\n"
 )
-RP_LIFTED = [  # (client of the row, text as its client writes it)
-    ("OpenClaw", "Current date: 2026-12-01"),
+RP_LIFTED = [  # (label of the row, text as its client writes it)
+    ("OpenClaw: Current date", "Current date: 2026-12-01"),
     (
-        "OpenClaw 6.11-8.1",
+        "OpenClaw: runtime",
         f"Runtime: agent=main | session=agent:main:main | sessionId={RP_UUID} | host=box | channel=web",
     ),
     (
-        "OpenClaw 9.6",
+        "OpenClaw: sessions",
         "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y",
     ),
     (
-        "Claude Code to 2.1.2xx",
+        "Claude Code: git status",
         RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
     ),
     (
-        "Claude Code to 2.1.2xx",
+        "Claude Code: git status",
         RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first",
     ),
-    ("Claude Code to 2.1.2xx", RP_GIT + "(clean)"),
-    ("Claude Code to 2.1.2xx", "gitStatus: This directory is new.\nCurrent branch: trunk"),
-    ("Claude Code, Vibe, Home Assistant", "Today's date is 2026-12-01."),
-    ("Claude Code, Vibe, Home Assistant", "Today's date is 2026-12-01 (Tuesday)."),
-    ("Claude Code, Vibe, Home Assistant", "Current time is 07:05:09. Today's date is 2026-12-01."),
-    ("opencode, Kilo, Continue", "Today's date: Tue Dec 01 2026"),
-    ("opencode, Kilo, Continue", "Today's date: 2026-12-01"),
+    ("Claude Code: git status", RP_GIT + "(clean)"),
     (
-        "Qwen Code",
+        "Claude Code: git status",
+        RP_GIT + "M a.py\n... (truncated, run git status)\n\nRecent commits:\n1a2b3c4 a",
+    ),
+    ("Claude Code: git status", "gitStatus: This directory is new.\nCurrent branch: trunk"),
+    ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01."),
+    ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01 (Tuesday)."),
+    (
+        "Claude Code, Vibe, Home Assistant: Today's date",
+        "Current time is 07:05:09. Today's date is 2026-12-01.",
+    ),
+    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: Tue Dec 01 2026"),
+    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 2026-12-01"),
+    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 12/1/2026"),
+    (
+        "Qwen Code: git status",
         "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first",
     ),
-    ("Continue", '<context name="gitStatus">A snapshot of git.\n\nNothing to commit\n</context>'),
     (
-        "Vibe, hermes",
+        "Continue: git status",
+        '<context name="gitStatus">A snapshot <of> git.\n\nNothing to commit\n</context>',
+    ),
+    (
+        "Vibe, hermes: git status",
         "Current branch: trunk\nMain branch (for merges): trunk\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
     ),
-    ("Vibe, hermes", "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first"),
-    ("Vibe, hermes", "Recent commits:\n1a2b3c4 first"),
-    ("hermes", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
     (
-        "OpenHands, AnythingLLM, goose",
-        "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>",
+        "Vibe, hermes: git status",
+        "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first",
     ),
-    ("OpenHands, AnythingLLM, goose", "<current-time>2026-12-01T07:05:09Z</current-time>"),
-    ("OpenHands, AnythingLLM, goose", "<current_datetime>Tue 07:05</current_datetime>"),
-    ("Copilot CLI", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
+    ("Vibe, hermes: git status", "Recent commits:\n1a2b3c4 first"),
     (
-        "Open WebUI, AnythingLLM, Home Assistant, goose",
+        "Vibe, hermes: git status",
+        "- Branch: trunk\n- Status: 2 modified, 1 untracked\n- Recent commits:\n    1a2b3c4 first\n    fedcba9 second",
+    ),
+    ("Crush: git status", "Current branch: trunk\nStatus:\nM app.py\nA  new.py\n?? notes.txt"),
+    ("Crush: git status", "Current branch: trunk\nStatus: clean"),
+    ("hermes: Conversation started", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
+    ("OpenHands: current time", "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>"),
+    ("AnythingLLM, goose: current time", "<current-time>2026-12-01T07:05:09Z</current-time>"),
+    ("AnythingLLM, goose: current time", "<current_datetime>Tue 07:05</current_datetime>"),
+    ("Copilot CLI: session", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
+    ("Open WebUI, goose: Current date", "The current date is Tuesday, December 1, 2026."),
+    ("Open WebUI, goose: Current date", "The current date is 2026-12-01 07:05:09."),
+    ("Open WebUI, goose: Current time", "Current time is 07:05:09."),
+    ("Open WebUI, goose: Current time", "The current time is 07:05 Europe/Berlin"),
+    ("Open WebUI, goose: Current time", "The current time is 07:05 PM GMT+5:30."),
+    (
+        "Open WebUI, goose: Current date and time",
         "Current date and time: 2026-12-01 07:05:09 (Tuesday)",
     ),
-    (
-        "Open WebUI, AnythingLLM, Home Assistant, goose",
-        "The current date is Tuesday, December 1, 2026.",
-    ),
-    ("Open WebUI, AnythingLLM, Home Assistant, goose", "Current time is 07:05:09."),
-    ("Open WebUI, AnythingLLM, Home Assistant, goose", "The current time is 07:05 Europe/Berlin"),
+    ("Open WebUI, goose: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
 ]
+RP_META = (
+    "### Message Context\n```json\n{\n"
+    '  "schema": "openclaw.inbound_meta.v1",\n  %s\n  "channel": "web"\n}\n```'
+)
 RP_SPARED = [  # what stays in a system prompt
     "Write `Current date: 2026-12-01` at the top of each page.",
     "Current date: unknown",
@@ -2677,26 +2916,45 @@ RP_SPARED = [  # what stays in a system prompt
     "The current date is 2026-12-01, so never speak of later events as if they were known to you.",
     "The current date is 2026-12-01, never book for earlier days.",
     "Current time is 07:05 when you are asked about breakfast",
+    "The current date is 2026-12-01. NEVER SAY IT.",
+    "Current time is 07:05:09 UTC, be quick.",
+    "Today's date is 2026-12-01. Never mention it.",
+    "Conversation started: 2026-12-01, by Ann, who is the owner",
+    "- Branch: Berlin\n- Status: open",
+    "Current branch: trunk\n\nA new line.",
+    "Status:\nA dog barks.",
+    '{"sender_id": "ann", "flags": {}}',
+    '{"about": "openclaw.inbound_meta.v1", "sender_id": "ann"}',
+    # an example stands in a fence, or twice
+    "```\nReport:\nCurrent date: 2026-12-01\n<current_time>12:00</current_time>\nRecent commits:\n1a2b3c4 x\n```",
+    "~~~~ text\nReport:\nCurrent date: 2026-12-01\n```\n~~~\n~~~~",
+    "Today's date: 2026-12-01\n\nExample:\nToday's date: 2024-01-05\nUser: tomorrow",
+    "Recent commits:\n1a2b3c4 fix\n\nor\n\nRecent commits:\nfedcba9 fix",
+    "\n".join([RP_META % '"flags": {},'] * 2),
     "The current date matters.",
     "You know the current date: 2026-12-01.",
 ]
 
 
-@pytest.mark.parametrize(("client", "text"), RP_LIFTED)
-def test_lift_takes_a_clients_volatile_text(client: str, text: str) -> None:
+@pytest.mark.parametrize(("label", "text"), RP_LIFTED)
+def test_lift_takes_a_clients_volatile_text(label: str, text: str) -> None:
     for system in (
         f"Be brief.\n{text}\n\nBe kind.",
         f"{text}\n\nBe kind.",
         f"Be brief.\n{text}",
         text,
+        f"Be brief.\n```text\n{text}\n```\nBe kind.",
+        f"Be brief.\n{text}\n\nExample:\n```\nReport\n{text}\n```\n",
     ):
         left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
-        assert [(row.client, piece) for row, piece in found] == [(client, text)]
-        assert left.split() == system.replace(text, "").split()
+        assert found == [(label, text)]
+        assert left.split() == system.replace(text, "", 1).split()
 
 
 def test_lift_has_an_example_of_every_row() -> None:
-    assert {row.client for row in kvproxy.LIFTS} == {client for client, _ in RP_LIFTED}
+    members = {"OpenClaw: sender_id", "OpenClaw: flags"}
+    assert {row.label for row in kvproxy.LIFTS} == {label for label, _ in RP_LIFTED} | members
+    assert len({row.label for row in kvproxy.LIFTS}) == len(kvproxy.LIFTS)
     assert all(row.spares for row in kvproxy.LIFTS)
 
 
@@ -2706,13 +2964,74 @@ def test_lift_spares_its_neighbours(text: str) -> None:
         assert kvproxy.lift_text(system, kvproxy.LIFTS) == (system, [])
 
 
+def test_lift_members_of_the_inbound_object() -> None:
+    """Each as it was written, and what stays is JSON."""
+    sender, flags = '"sender_id": "ann-77"', '"flags": {\n    "was_mentioned": true\n  }'
+    for inner in (f"{sender},\n  {flags},", f'{flags},\n  "chat_id": "c",\n  {sender},'):
+        left, found = kvproxy.lift_text(RP_META % inner, kvproxy.LIFTS)
+        assert found == [("OpenClaw: sender_id", sender), ("OpenClaw: flags", flags)]
+        assert json.loads(left[left.index("{") : left.rindex("}") + 1])["channel"] == "web"
+    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": [sonab]}, "flags": 5}'
+    assert kvproxy.lift_text(f"Use {{ {tail} }}.", kvproxy.LIFTS) == (
+        'Use { {"schema": "openclaw.inbound_meta.v2"} }.',
+        [("OpenClaw: sender_id", '"sender_id": {"a": [sonab]}'), ("OpenClaw: flags", '"flags": 5')],
+    )
+
+
+def test_lift_fence_that_is_never_closed_is_none() -> None:
+    text = "```markdown\nUse:\n```python\nx\n```\nlike that.\n```\nCurrent date: 2026-12-01\n"
+    assert len(kvproxy.lift_text(text, kvproxy.LIFTS)[1]) == 1
+    assert kvproxy.lift_text("Say ```x``` once.\nCurrent date: 2026-12-01", kvproxy.LIFTS)[1]
+
+
 def test_lift_keeps_the_order_and_the_rest_of_the_text() -> None:
-    system = "A\n  Today's date: 2026-12-01\nB\nCurrent time is 07:05.\nC\nCurrent date: 2026-12-01\n\nCurrent time is 07:06.\n"
+    system = (
+        "A\n  Today's date: 2026-12-01\nB\nCurrent time is 07:05.\nC\nCurrent date: 2026-12-01\n\n"
+    )
     left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
     assert left == "A\nB\nC\n\n"
     assert [piece for _, piece in found] == [
-        "Current date: 2026-12-01", "Today's date: 2026-12-01", "Current time is 07:05.", "Current time is 07:06.",
+        "Current date: 2026-12-01", "Today's date: 2026-12-01", "Current time is 07:05.",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pattern", "piece", "left"),
+    [
+        ("Mood", "Mood: calm\nMood: sad", "A\nB\n```\nC\n```"),
+        ("ood: calm", "Mood: calm", "A\nB\n```\nMood: sad\nC\n```"),
+        ("^B\n", "B", "A\nMood: calm\n```\nMood: sad\nC\n```"),
+        ("calm\nB", "Mood: calm\nB", "A\n```\nMood: sad\nC\n```"),
+        ("(?s)A.*`\nMo", "A\nMood: calm\nB\n```\nMood: sad", "C\n```"),
+        ("o", "Mood: calm\nMood: sad", "A\nB\n```\nC\n```"),
+    ],
+)
+def test_lift_regex_takes_whole_lines(pattern: str, piece: str, left: str) -> None:
+    """The lines that its matches touch, inside of fences, too, are one piece."""
+    text = "A\nMood: calm\nB\n```\nMood: sad\nC\n```"
+    row = kvproxy.own_lift(pattern)
+    assert kvproxy.lift_text(text, [row]) == (left, [(row.label, piece)])
+    assert kvproxy.lift_text(text, [kvproxy.own_lift("^"), kvproxy.own_lift("nowhere")]) == (
+        text,
+        [],
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lift_conserves_every_word(seed: int) -> None:
+    """Whatever a system prompt holds, what was taken out and what is left are all of it; but for
+    the comma of a member."""
+    dice = random.Random(seed)
+    texts = [text for _, text in RP_LIFTED] + RP_SPARED + scrub_texts()
+    texts += [start + piece for start, piece, _ in SCRUB_HOSTILE.values()]
+    rows = (*kvproxy.LIFTS, kvproxy.own_lift("first|Live"))
+    for _ in range(500):
+        system = "\n".join(dice.choices(texts, k=dice.randrange(1, 7)))
+        left, found = kvproxy.lift_text(system, rows)
+        after = "".join([left, *(piece for _, piece in found)])
+        words = [sorted(re.sub(r"[\s,]", "", text)) for text in (system, after)]
+        assert words[0] == words[1], (system, left, found)
+        assert all(piece == piece.strip() for _, piece in found)
 
 
 # --- lift: where the text goes --------------------------------------------------------------------
@@ -2768,20 +3087,48 @@ def test_lift_a_b_a(dialect: str) -> None:
         turns.append(("assistant", f"answer {number}"))
 
 
-def test_lift_several_values_of_a_row_are_one_group() -> None:
-    """A date and a time in one prompt, found by one row: equal ones are left out together, a change
-    repeats both."""
+def test_lift_date_and_time_go_by_themselves() -> None:
+    """A date and a time in one prompt: only what changed is said again."""
     desk = RpDesk()
     turns: list[RpTurn] = [("user", "one")]
     system = RP_SYSTEM + "\nThe current date is 2026-12-01.\nThe current time is 07:0{}.\n"
     first = rp_play(desk, "chat", turns, system=system.format(5))
-    note = "The current date is 2026-12-01.\n\nThe current time is 07:0{}."
-    assert first[1] == f"user\n{rp_reminder(note.format(5))}\n\none"
+    note = "The current date is 2026-12-01.\n\nThe current time is 07:05."
+    assert first[1] == f"user\n{rp_reminder(note)}\n\none"
     turns += [("assistant", "a"), ("user", "two")]
     assert rp_play(desk, "chat", turns, system=system.format(5))[3:] == ["user\ntwo"]
     turns += [("assistant", "b"), ("user", "three")]
     third = rp_play(desk, "chat", turns, system=system.format(6))
-    assert third[:2] == first and third[5] == f"user\n{rp_reminder(note.format(6))}\n\nthree"
+    assert third[:2] == first
+    assert third[5] == f"user\n{rp_reminder('The current time is 07:06.')}\n\nthree"
+
+
+def test_lift_who_speaks_is_told_and_ids_are_not() -> None:
+    meta = (
+        RP_META
+        % '"message_id": "55",\n  "sender_id": "ann-77",\n  "flags": {"was_mentioned": true},'
+    )
+    sent = RpDesk().send("chat", rp_body("chat", [("user", "hi")], system=f"{RP_SYSTEM}\n{meta}"))
+    assert sent["messages"][0]["content"] == f"{RP_SYSTEM}\n{RP_META}".replace("  %s\n", "")
+    note = rp_reminder('"sender_id": "ann-77"\n\n"flags": {"was_mentioned": true}')
+    assert sent["messages"][1]["content"] == f"{note}\n\nhi"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_leaves_no_empty_text(dialect: str) -> None:
+    """A block of the system prompt that held nothing else goes with what was lifted; so does the
+    message, or the key."""
+    clock = "Current date: 2026-12-01\n"
+    if dialect == "messages":
+        body = rp_body(dialect, [("user", "hi")])
+        body["system"] = [{"type": "text", "text": text} for text in (RP_SYSTEM, clock)]
+        sent = RpDesk().send(dialect, body)
+        assert sent["system"] == body["system"][:1]
+    sent = RpDesk().send(dialect, rp_body(dialect, [("user", "hi")], system=clock))
+    assert rp_prompt(dialect, sent)[dialect != "chat" :] == [
+        f"user\n{rp_reminder(clock.strip())}\n\nhi"
+    ]
+    assert not {"system", "instructions"} & sent.keys()
 
 
 def test_lift_text_that_ends_in_a_list_is_recognised_again() -> None:
@@ -2917,7 +3264,7 @@ def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
     body = {"messages": [{"role": "system", "content": system}, {"role": "user", "content": "hi"}]}
     path = "/v1/chat/completions"
     both = rig(lift_regex=(r"^Mood: \w+\n", r"^Gauge \d of \d$")).forwarded(path, body)["messages"]
-    assert both[0]["content"] == f"{RP_SYSTEM}\n\n"
+    assert both[0]["content"] == f"{RP_SYSTEM}\n"
     note = rp_reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
     assert both[1]["content"] == f"{note}\n\nhi"
     for settings in ({"lift": False}, {"replay": False}, {"scrub": False}):
@@ -3029,7 +3376,7 @@ def test_replay_stamps_and_blocks_on_the_newest_message_only(dialect: str) -> No
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_keeps_stamps_that_are_not_stripped(dialect: str) -> None:
-    desk = RpDesk(strip_timestamps=False)
+    desk = RpDesk()
     first = rp_play(desk, dialect, [("user", "[Tue 2026-12-01 07:05 UTC] hi")])
     assert first[1] == "user\n[Tue 2026-12-01 07:05 UTC] hi"
     rp_extends(
@@ -3564,7 +3911,7 @@ def test_replay_events_of_their_own_are_kept(dialect: str) -> None:
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_what_a_person_may_have_typed_is_no_carrier(dialect: str, typed: str) -> None:
     """A message that only looks like a decoration is sent whenever it is said, in its place."""
-    desk = RpDesk(strip_timestamps=False)
+    desk = RpDesk()
     turns: list[RpTurn] = [("user", "one"), ("user", typed)]
     before = rp_play(desk, dialect, turns)
     assert before[1:] == ["user\none", f"user\n{typed}"]
@@ -4467,7 +4814,7 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
         turn.refit([{"type": "text", "text": "c"}])
         turns.append(known(turn))
         assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        kvproxy.Scrubber(Config()).edit(turn, True)
+        kvproxy.Scrubber(Config(strip_message_ids="1")).edit(turn, True)
         assert (
             known(turn) == known(kvproxy.turn_of(json.loads(turn.json())))
             and b"message_id" not in turn.json()
@@ -4484,7 +4831,7 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
         reader, items = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), []
         reader.short = short
         for number in range(6):
-            items += [{"role": "user", "content": f"[Sat 2026-11-28 10:0{number} UTC] {number}"}]
+            items += [{"role": "user", "content": str(number)}]
             items += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
             raw = json.dumps({"messages": items}, separators=(",", ":")).encode()
             parsed.clear()
@@ -4496,28 +4843,6 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 str(n) for n in range(number + 1)
             ]
             items = items[:-1]
-
-
-RP_ENDLESS = {  # texts that would take minutes if the time grew with the square of the length
-    "marked lines": "a" + "\n[message_id: x]" * 30_000,
-    "reminders": "a" + "\n<system-reminder>x</system-reminder>" * 15_000,
-    "reminders with text": "a" + "\n<system-reminder>x</system-reminder> y" * 15_000 + "]",
-    "reminders without end": "a" + "\n<system-reminder>" * 30_000 + ">",
-    "runtime lines": "a" + "\nRuntime: agent=x | y" * 25_000,
-    "empty lines": "a" + "\n" * 500_000 + "b]",
-    "openings": "<system-reminder>" * 30_000,
-    "fences": rp_block("x")[:-6] + "\n```x" * 100_000,
-    "git contexts": '<context name="gitStatus">\n' * 20_000,
-    "git states": "gitStatus: x\nCurrent branch: y\n" * 15_000,
-}
-
-
-@pytest.mark.parametrize("text", RP_ENDLESS)
-def test_replay_time_grows_with_the_length_only(text: str) -> None:
-    start = time.perf_counter()
-    kvproxy.Replay(Config()).mask(RP_ENDLESS[text])
-    kvproxy.lift_text(RP_ENDLESS[text], kvproxy.LIFTS)
-    assert time.perf_counter() - start < 10
 
 
 def test_replay_many_threads() -> None:
@@ -5381,204 +5706,7 @@ def test_explain_usage_through_the_proxy(
     assert sent[0].endswith(answer.raw) and answer.status == 200
 
 
-# --- hints: how an answer begins ------------------------------------------------------------------
-
-EX_HINTS: dict[str, tuple[bytes, str]] = {
-    "chat": (
-        json.dumps(
-            {"choices": [{"message": {"role": "assistant", "content": "Sure, I can."}}]}
-        ).encode(),
-        "Sure, I can.",
-    ),
-    "chat, call": (
-        json.dumps(
-            {
-                "choices": [
-                    {"message": {"content": None, "tool_calls": [{"id": "call_1", "function": {}}]}}
-                ]
-            }
-        ).encode(),
-        "call_1",
-    ),
-    "chat, streamed": (
-        ex_sse(
-            {"choices": [{"delta": {"role": "assistant", "content": None}}]},
-            {"choices": [{"delta": {"content": "Sure,"}}]},
-            {"choices": [{"delta": {"content": " I can."}}]},
-            "[DONE]",
-        ),
-        "Sure, I can.",
-    ),
-    "chat, streamed call": (
-        ex_sse(
-            {
-                "choices": [
-                    {
-                        "delta": {
-                            "tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f"}}]
-                        }
-                    }
-                ]
-            }
-        ),
-        "call_1",
-    ),
-    "chat, streamed reasoning": (
-        ex_sse(
-            {"choices": [{"delta": {"reasoning_content": "Hm."}}]},
-            {"choices": [{"delta": {"content": "Sure"}}]},
-        ),
-        "Sure",
-    ),
-    "responses": (
-        json.dumps(
-            {
-                "output": [
-                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-                    {"type": "message", "content": [{"type": "output_text", "text": "Sure"}]},
-                ]
-            }
-        ).encode(),
-        "Sure",
-    ),
-    "responses, call": (
-        json.dumps(
-            {"output": [{"type": "function_call", "call_id": "call_1", "id": "fc_1"}]}
-        ).encode(),
-        "call_1",
-    ),
-    "responses, streamed": (
-        ex_sse(
-            {"type": "response.created", "response": {"output": []}},
-            {"type": "response.reasoning_text.delta", "delta": "Hm."},
-            {"type": "response.output_item.added", "item": {"type": "message", "content": []}},
-            {"type": "response.output_text.delta", "delta": "Sure,"},
-            {"type": "response.output_text.delta", "delta": " I can."},
-            {"type": "response.output_text.done", "text": "Sure, I can."},
-            {
-                "type": "response.content_part.done",
-                "part": {"type": "output_text", "text": "Sure, I can."},
-            },
-            {
-                "type": "response.output_item.done",
-                "item": {
-                    "type": "message",
-                    "content": [{"type": "output_text", "text": "Sure, I can."}],
-                },
-            },
-            {"type": "response.completed", "response": {"output": []}},
-        ),
-        "Sure, I can.",
-    ),
-    "responses, streamed call": (
-        ex_sse(
-            {
-                "type": "response.output_item.added",
-                "item": {"type": "function_call", "call_id": "call_1", "id": "fc"},
-            }
-        ),
-        "call_1",
-    ),
-    "messages": (
-        json.dumps(
-            {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sure"}]}
-        ).encode(),
-        "Sure",
-    ),
-    "messages, call": (
-        json.dumps({"content": [{"type": "tool_use", "id": "toolu_1", "input": {}}]}).encode(),
-        "toolu_1",
-    ),
-    "messages, streamed": (
-        ex_sse(
-            ("message_start", {"type": "message_start", "message": EX_MESSAGE}),
-            ("ping", {"type": "ping"}),
-            (
-                "content_block_start",
-                {
-                    "type": "content_block_start",
-                    "content_block": {"type": "thinking", "thinking": ""},
-                },
-            ),
-            (
-                "content_block_delta",
-                {
-                    "type": "content_block_delta",
-                    "delta": {"type": "thinking_delta", "thinking": "Hm."},
-                },
-            ),
-            (
-                "content_block_delta",
-                {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Sure"}},
-            ),
-        ),
-        "Sure",
-    ),
-    "messages, streamed call": (
-        ex_sse(
-            (
-                "content_block_start",
-                {
-                    "type": "content_block_start",
-                    "content_block": {"type": "tool_use", "id": "toolu_1"},
-                },
-            )
-        ),
-        "toolu_1",
-    ),
-    "text before a call": (
-        ex_sse(
-            {"choices": [{"delta": {"content": "Look:"}}]},
-            {"choices": [{"delta": {"tool_calls": [{"id": "c"}]}}]},
-        ),
-        "Look:",
-    ),
-    "a cut event": (
-        ex_sse({"choices": [{"delta": {"content": "Sure"}}]}) + b'data: {"choices": [{"de',
-        "Sure",
-    ),
-    "a cut answer": (b'{"choices": [{"message": {"content": "Su', ""),
-    "nothing": (b"", ""),
-    "strange shapes": (
-        json.dumps({"choices": 5, "content": {"a": 1}, "output": "x", "delta": 7}).encode(),
-        "",
-    ),
-    "strange calls": (
-        json.dumps({"choices": [None, {"message": {"tool_calls": 3, "content": []}}]}).encode(),
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EX_HINTS)
-def test_explain_hint(name: str) -> None:
-    body, hint = EX_HINTS[name]
-    assert kvproxy.hint_of(body) == hint
-
-
 # --- nothing freezes: the time that hostile inputs take -------------------------------------------
-
-
-def assert_linear(
-    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 32768
-) -> None:
-    """Twice the input takes at most three times the time of this thread, at every size up to
-    `most`; the best of several runs counts, so that a busy machine does not matter."""
-
-    def cost(value: Any) -> float:
-        begun = time.thread_time()
-        work(value)
-        return time.thread_time() - begun
-
-    size = 64
-    while 2 * size <= most:
-        small, large = make(size), make(2 * size)
-        for _ in range(9):
-            if cost(large) < 0.001 or cost(large) <= 3 * min(cost(small), cost(small)):
-                break
-        else:
-            raise AssertionError(f"grows faster than its input, from {size} to {2 * size}")
-        size *= 4
 
 
 def ex_repeated(*pieces: str) -> Callable[[int], str]:
@@ -6974,7 +7102,7 @@ def ex_openclaw(ident: str, minute: int, text: str) -> ExJson:
 
 def test_explain_log_line(rig: Any) -> None:
     """The original project's line, then what was reused, how long it took, and the verdict."""
-    one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info")
+    one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info", **SCRUB_ALL)
 
     def body(ident: str, *more: Any) -> ExJson:
         meta = json.dumps(
@@ -7363,7 +7491,7 @@ def test_explain_page_does_not_blame_first_prompts(rig: Any) -> None:
 
 
 def test_explain_requests(rig: Any) -> None:
-    one = rig(ex_scripted((10, 90, 12.0)))
+    one = rig(ex_scripted((10, 90, 12.0)), **STAMPED_OFF)
     raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
     ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
     rows = one.get("/kvproxy/requests").json()["requests"]
@@ -7383,7 +7511,7 @@ def test_explain_requests(rig: Any) -> None:
         "read": 90,
     }
     assert (
-        row["report"]["ts_removed"] == 1
+        row["report"]["regex_removed"] == 1
         and row["verdict"]["name"] == "cold"
         and row["conversation"]
     )
@@ -7421,7 +7549,7 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
 
 def test_explain_long_diff_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvproxy.Pages, "DIFF_LINES", 30)
-    one = rig()
+    one = rig(**STAMPED_OFF)
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("[Wed 2026-02-18 20:48 UTC] Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
     assert detail["diff"] == [] and "too long" in detail["note"] and "Hello" in detail["forwarded"]
@@ -7477,7 +7605,10 @@ def ex_metrics(text: str) -> dict[str, float]:
 
 
 def test_explain_metrics(rig: Any) -> None:
-    one = rig(ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503))
+    one = rig(
+        ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
+        **STAMPED_OFF,
+    )
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
     talk = ex_talk(4)
     stamped = ex_chat("[Wed 2026-02-18 20:48 UTC] Other words.")
@@ -7495,7 +7626,7 @@ def test_explain_metrics(rig: Any) -> None:
         'kvproxy_verdicts_total{verdict="extended"}': 1,
         'kvproxy_verdicts_total{verdict="lost"}': 1,
         'kvproxy_verdicts_total{verdict="not reported"}': 1,
-        'kvproxy_edits_total{kind="ts_removed"}': 1,
+        'kvproxy_edits_total{kind="regex_removed"}': 1,
         'kvproxy_untouched_total{reason="not JSON"}': 0,
         'kvproxy_untouched_total{reason="not UTF-8"}': 1,
         'kvproxy_prompt_tokens_total{state="reused"}': 1000,
@@ -7659,7 +7790,7 @@ def test_explain_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) 
 
 
 def test_explain_diagnostic_headers(rig: Any) -> None:
-    one = rig(ex_caching())
+    one = rig(ex_caching(), **STAMPED_OFF)
     first, second = ex_talk(2)
     first["messages"][1]["content"] = (
         "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
@@ -7676,7 +7807,7 @@ def test_explain_diagnostic_headers(rig: Any) -> None:
         "x-cache-diagnostic: TRUE\r\n",
     )
     assert (
-        answer.get("X-KVProxy-Removed").startswith("ts=1 ")
+        "ts=0 ids=0 billing=0 regex=1 " in answer.get("X-KVProxy-Removed")
         and answer.get("X-KVProxy-Verdict") == "new branch"
     )
     answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
@@ -7863,7 +7994,7 @@ def ex_rows(path: Path) -> list[ExJson]:
 def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
     """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
     path = tmp_path / "capture.jsonl"
-    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_)
+    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
     raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
     odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
     ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
@@ -7883,7 +8014,7 @@ def test_explain_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
     )
     assert (
         rows[0]["usage"]["cached"] == 10
-        and rows[0]["report"]["ts_removed"] == int(scrub_)
+        and rows[0]["report"]["regex_removed"] == int(scrub_)
         and rows[0]["verdict"] == "cold"
     )
     assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
@@ -8165,7 +8296,7 @@ def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
     bodies: list[ExJson] = []
     turns: list[ExJson] = []
     for day in range(5):
-        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG}"
+        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG * 2}"
         turns = [*turns, {"role": "user", "content": f"question {day}"}]
         leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
         name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
@@ -12661,10 +12792,10 @@ def test_vendored_twice_in_one_process() -> None:
     """Two proxies share nothing: settings, memory, numbers, log."""
     servers = [FakeServer(), FakeServer()]
     settings: list[dict[str, Any]] = [
-        {"strip_timestamps": False, "log_level": "info"},
         {"log_level": "info"},
+        {"log_level": "info", "strip_regex": ("loudly",)},
     ]
-    body = {"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."}]}
+    body = {"messages": [{"role": "user", "content": "Hello loudly."}]}
     with contextlib.ExitStack() as stack:
         proxies, logs = [], []
         for one, more in zip(servers, settings, strict=True):
@@ -12681,8 +12812,8 @@ def test_vendored_twice_in_one_process() -> None:
         wait_for(lambda: all(proxy.metrics.number == 1 for proxy in proxies), "the books")
         wait_for(lambda: all(log.lines for log in logs), "log lines")
         said = [one.seen[0].json()["messages"][0]["content"] for one in servers]
-        assert said == ["[Wed 2026-02-18 20:48 UTC] Hello.", "Hello."]
-        assert ["ts_removed=1" in log.lines[0] for log in logs] == [False, True]
+        assert said == ["Hello loudly.", "Hello ."]
+        assert ["items_modified=1" in log.lines[0] for log in logs] == [False, True]
 
 
 def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) -> None:
@@ -12755,12 +12886,17 @@ assert not read and not done and threading.active_count() == 1, (read, done)
 
 
 def test_vendored_scrub() -> None:
-    stamped = {"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."}]}
+    stamped = {
+        "messages": [
+            {"role": "system", "content": CLAW},
+            {"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."},
+        ]
+    }
     before = json.dumps(stamped)
-    body, report = kvproxy.scrub(stamped)
-    assert body["messages"][0]["content"] == "Hello." and report.ts_removed == 1
+    body, report = kvproxy.scrub(stamped, Config(replay=False))
+    assert body["messages"][1]["content"] == "Hello." and report.ts_removed == 1
     assert json.dumps(stamped) == before
-    assert kvproxy.scrub(stamped, Config(strip_timestamps=False))[0] == stamped
+    assert kvproxy.scrub(stamped, Config())[0] == stamped
     assert kvproxy.scrub({"a": 1})[1].note
     with pytest.raises(ValueError, match="dialect"):
         kvproxy.scrub(stamped, dialect="morse")
