@@ -61,6 +61,7 @@ import itertools
 import json
 import logging
 import logging.handlers
+import math
 import os
 import random
 import re
@@ -2880,57 +2881,50 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
         name: name for name in ("cache_n", "prompt_n", "prompt_ms")
     },  # llama.cpp's result_timings::to_json
 }
-# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse
-# of the whole.
-NUMBERS = [
-    re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")
-]
-BRACKETS = re.compile(
-    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
-)  # and strings, whose brackets do not count
+USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
+USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(*windows: bytes) -> Usage:
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE
-    lines count."""
+    `first` is the whole of it, or its first bytes, and `last` its last ones."""
     found: dict[str, float] = {}
-    windows = tuple(window for window in windows if window)
-    for window in windows:
+    for window in (first, last) if last else (first,):
         text = window.decode("latin-1")  # all that matters is ASCII
         streamed = text.startswith("data:") or "\ndata:" in text
-        for pattern in NUMBERS:
-            matches = list(pattern.finditer(text))
-            for match in (
-                matches[:4] + matches[4:][-8:]
-            ):  # servers that report in every event report running totals
-                end = text.find("\n", match.end()) if streamed else -1
-                if end < 0 and window is not windows[-1]:
-                    continue  # cut off
-                with contextlib.suppress(ValueError, RecursionError):
-                    value, rest = value_at(text, match.end())
-                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
-                        read_numbers(found, {match[1]: value})
+        lines = (
+            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
+            if streamed
+            else [text]
+        )
+        whole = window is (last or first)  # else its last line may be cut off
+        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    event = json.loads(line.removeprefix("data:"))
+                except ValueError:
+                    event = last_members(line) if whole else {}
+                for part in (event, members(event).get("response"), members(event).get("message")):
+                    numbers = members(part)
+                    named = {key: numbers.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
     return settled(found)
 
 
-def outermost(rest: list[str]) -> bool:
-    """Whether what stands before these brackets is a member of an answer, or of the one object in
-    an event: in a list, or deeper, the model wrote it (a tool call's input is no string in
-    /v1/messages)."""
-    opened = closed = 0
-    for token in rest:
-        if token in ("{", "["):
-            opened += 1
-        elif token in ("}", "]") and opened:
-            opened -= 1
-        elif token == "]":
-            return False
-        elif token == "}":
-            closed += 1
-    return closed in (1, 2)
+def last_members(text: str) -> Json:
+    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
+    in a list, or deeper than in the one object of an event, was written by the model."""
+    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            tail = text[match.start() :]
+            inner, end = value_at("{" + tail)
+            rest = tail[end - 1 :].strip()
+            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
+    return {}
 
 
 def read_numbers(found: dict[str, float], numbers: Json) -> None:
@@ -2948,7 +2942,8 @@ def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
     prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
-        prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
         cached = found.get("cache_read", cached)
     if "prompt_n" in found:
         if "cache_n" in found:
@@ -3027,7 +3022,15 @@ class Segment(NamedTuple):
     text: str
 
 
+# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts are
+# compared as a whole where that takes one pass.
+SEGMENTS = 4096  # of a prompt; those behind count as one
+COMPARED = 65536  # characters of two texts whose likeness is judged
+COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+CURE_LINES = 4  # of a system prompt that one cure covers
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 def segments_of(view: View) -> list[Segment]:
@@ -3035,91 +3038,116 @@ def segments_of(view: View) -> list[Segment]:
     templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        found.append(
-            Segment(
-                f"tool {tool_name(tool)}",
-                json.dumps(bare(tool) if isinstance(tool, dict) else tool),
-            )
-        )
+        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
+        found.append(Segment(f"tool {tool_name(tool)}", text))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = said(turn)
+            turn.told = rendered(turn)
         found.append(Segment(f"turn {number} ({role})", turn.told))
+    if len(found) > SEGMENTS:
+        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
+        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
     return found
 
 
-def said(turn: Turn) -> str:
-    """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
+def reasoning_of(view: View) -> set[int]:
+    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
+    found, number = set(), 1
+    for turn in view.turns[view.leading() :]:
+        item = turn.item or {}
+        kinds = [members(part).get("type") for part in listed(item.get("content"))]
+        if (
+            turn.role == "reasoning"
+            or item.get("reasoning_content")
+            or any(kind in REASONING_PARTS for kind in kinds)
+        ):
+            found.add(number)
+        number += turn.role != "reasoning"
+    return found
+
+
+def rendered(turn: Turn) -> str:
+    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
+    images; not its reasoning."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
-    rest += [
-        part
-        for part in listed(content)
-        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS
-    ]
-    rest += [
-        item.get(key)
-        for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")
-    ]
-    return "\n".join(
-        filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)])
-    )
+    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
+    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
+    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
+    return "\n".join(filter(None, pieces))
 
 
-def spelled(value: Any) -> str:
-    """A call or result as text. Arguments in any spelling are equal to the server, which parses
-    them; an image's bytes stand for few tokens, and are replaced by a hash."""
-    if isinstance(value, list):
-        return "\n".join(map(spelled, value))
+def part_text(part: Any) -> str:
+    """A content part, result or call as text. An image's bytes stand for few tokens, and are
+    replaced by a hash."""
+    if not isinstance(part, dict):
+        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
+    kind, name = part.get("type"), tool_name(part)
+    if kind in TEXT_PARTS:
+        return str(part.get("text") or "")
+    if kind in UNSAID_PARTS:
+        return ""
+    if kind == "tool_result":  # llama-server joins the texts of a result
+        content = part.get("content")
+        texts = map(part_text, content if isinstance(content, list) else [content])
+        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
+    if name != "?":
+        call = {**part, **members(part.get("function"))}
+        given = arguments_text(call.get("arguments", call.get("input")))
+        return "\n".join((plain(part.get("id")), name, given))
+    text = json.dumps(bare(part))
+    if len(text) > 2048:
+        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
+    return text
+
+
+def arguments_text(value: Any) -> str:
+    """A call's arguments: in any spelling they are equal to the server, which parses them."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    if isinstance(value, dict):
-        value, function = bare(value), members(value.get("function"))
-        if isinstance(function.get("arguments"), str):
-            value["function"] = {**function, "arguments": spelled(function["arguments"])}
-    text = json.dumps(value)
-    return (
-        BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
-    )
+    return "" if value is None else json.dumps(value)
 
 
 def text_size(text: str) -> int:
-    """About the bytes that a string takes in memory."""
-    return 120 + len(text) * (1 if text.isascii() else 3)
+    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
+    393)."""
+    return 70 + sys.getsizeof(text)
 
 
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
+    a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 def tool_name(tool: Any) -> str:
+    """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    return (
-        re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
-    )  # it stands in the log
+    if not isinstance(name, str):
+        return "?"
+    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing
-    characters."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common prefix, by halves: comparing slices is faster than comparing items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    return common_prefix(a[::-1], b[::-1])
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -3132,17 +3160,18 @@ KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
     ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-    ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+    ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
     ("counter", r"\d+(?:[.,]\d+)*"),
+    ("id", r"\b\w*\d\w*"),
 )
 
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
     text."""
-    if at >= len(after):
+    if at >= len(after.rstrip()):
         return "removed"
-    if at >= len(before):
+    if at >= len(before.rstrip()):
         return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
@@ -3159,16 +3188,18 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 def around(text: str, at: int) -> str:
     """The line, or a piece of it, where two texts part."""
+    start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
-    return text[
-        max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)
-    ]
+    return text[start : min(end if end >= 0 else len(text), at + 40)]
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt
-    began with."""
+    """What became of one prompt.
+
+    `share` is the part (0 to 1, by characters) that an earlier prompt began with; `expected` the
+    tokens that should have been reused, None where nothing tells; `base` the number of the request
+    that this one goes on from, 0: none. `cure` is a setting, ready to copy."""
 
     name: str = "cold"
     share: float = 0.0
@@ -3177,80 +3208,151 @@ class Verdict:
     before: str = ""
     after: str = ""
     advice: str = ""
+    cure: str = ""
     side: str = ""
-    taken: bool = False  # another conversation sent something since the earlier prompt
-    away: bool = False  # the server was away since then
+    step: str = ""
+    base: int = 0
+    expected: int | None = None
+
+    def title(self) -> str:
+        """The name, and what kind of request it is about."""
+        note = self.side or self.step
+        return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' when there is nothing to
         say."""
-        if self.name == "rewritten" and self.kind in ("taken out", "put in"):
-            return f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        if self.name == "rewritten":
-            return f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return self.advice if self.name == "lost" else ""
+        if self.name in ("lost", "template", "not reported"):
+            return self.advice
+        if self.name == "new branch" and self.kind in RETURNS:
+            return RETURNS[self.kind]
+        if self.name != "rewritten":
+            return ""
+        if self.kind in ("taken out", "put in"):
+            told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
+        elif self.kind == "reasoning":
+            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
+        else:
+            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
+        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
 
 
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "begins with an earlier prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
-    "lost": "begins with an earlier prompt, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
 }
-
-ADVICE = {
-    "taken": "another conversation was served in between and took the slot: start llama-server with -np 4 -sps 0.6, or"
-    " give it more --cache-ram",
-    "away": "the server was away in between (restart or crash): WARMUP_FILE reads the prompts in again after a start",
-    "idle": "nothing was sent for {minutes} minutes: the server may unload when idle (--sleep-idle-seconds);"
-    " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server kept nothing of it: it was restarted, or its host cache is off (--cache-ram 0), or the model"
-    " is a hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np), the"
-    " last checkpoint may lie further back (--ctx-checkpoints), or the chat template drops old reasoning",
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up
-    to each of them; `end` is one of all and that nothing follows. `first` is the place of the first
-    turn."""
+    """A prompt as it was forwarded, segment by segment: names and texts.
 
-    __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
+    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
+    of the conversation's first prompt."""
 
-    def __init__(self, segments: list[Segment], conversation: str, now: float) -> None:
+    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
         self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
-        self.first = next(
-            (i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names)
-        )
-        self.chain = list(
-            itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0)
-        )[1:]
-        self.end = hash((*self.chain[-1:], "end"))
+        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
+        self.first = next(is_turn, len(segments))
+        self.chain = links(segments)
+        self.turns = links(segments[self.first :])
+        self.tokens: int | None = None
+        self.number, self.pace = 0, 0.0
 
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.first < len(self.texts) else ""
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
 
     def tools(self) -> list[str]:
         return [name[5:] for name in self.names if name.startswith("tool ")]
 
-    def at(self, depth: int, where: str) -> str:
-        """The text of a segment, if it is one of that name: a role's marks stand in front of every
-        text."""
-        return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
 
-    def shares(self, other: Prompt, depth: int) -> bool:
-        """Whether the first `depth` segments are those of another prompt."""
-        return not depth or self.chain[depth - 1 : depth] == [other.chain[depth - 1]]
+    def head(self) -> int:
+        """A hash of all before the first turn."""
+        return self.chain[self.first - 1] if self.first else 0
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[Segment]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
+
+
+@dataclasses.dataclass
+class Case:
+    """A prompt under judgement, until the server's numbers are known.
+
+    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
+    was made from, else the closest one of another conversation. `between` are the prompts that the
+    server got since then."""
+
+    verdict: Verdict
+    prompt: Prompt
+    base: Prompt | None = None
+    whole: bool = False
+    between: list[Prompt] = dataclasses.field(default_factory=list)
+    texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    moved: bool = False  # what the client sent goes on from what it sent before
+    away: bool = False  # the server was away since then
+    idle: float = 0.0  # seconds without a request before it
+    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
 
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal beginnings are held once; bounded,
+    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
     MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
@@ -3259,107 +3361,58 @@ class Ledger:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[
-            int, int
-        ] = {}  # chain up to a segment, or end -> the newest entry that has it
-        self.latest: dict[str, int] = {}  # conversation -> its newest entry
+        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
         self.count = 0  # of all prompts judged; the newest entry's number
 
-    def judge(
-        self,
-        segments: list[Segment],
-        conversation: str,
-        side: str = "",
-        now: float = 0.0,
-        lost_at: float = -1.0,
-    ) -> Verdict:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
         later, in settle().
 
-        `lost_at` is when the server was last found away, on the clock of `now`.
-        """
-        prompt = Prompt(segments, conversation, now)
-        with self.lock:
-            verdict = self.compare(prompt, side, lost_at)
+        `lost_at` is when the server was last found away, on the clock of the prompts."""
+        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
+            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
+            longest = self.longest(prompt)
             self.remember(prompt)
-        return verdict
-
-    def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
-        """Find the stored prompt with the longest common prefix, and say where they part and
-        why."""
-        chain, names, texts = prompt.chain, prompt.names, prompt.texts
-        if not self.entries or not chain:
-            return Verdict(side=side)
-        total = sum(map(len, texts)) or 1
-        depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
-        same = sum(map(len, texts[:depth]))
-        entry = self.counterpart(prompt, depth)
-        newer = itertools.takewhile(
-            lambda other: other is not entry, reversed(self.entries.values())
-        )
-        taken = any(other.conversation != prompt.conversation for other in newer)
-        verdict = Verdict(
-            "extended", same / total, side=side, taken=taken, away=entry.time < lost_at
-        )
-        if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
-            return verdict
-        old, new = entry.at(depth, names[depth]), texts[depth]
-        verdict.share = (same + common_prefix(old, new)) / total
-        if old and new.startswith(old) and names[depth].endswith("(prompt)"):
-            return verdict
-        locate_change(verdict, entry, prompt, depth)
-        goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
-        if depth < prompt.first:
-            ours = goes_on and entry.opening() == prompt.opening()
-            rewritten = (
-                ours
-                or verdict.kind == "tool order"
-                or (verdict.kind != "tools changed" and alike(old, new))
-            )
-        else:
-            rewritten = goes_on and (
-                depth > prompt.first or entry.conversation == prompt.conversation
-            )
-        if rewritten and not side:  # a side request has a prompt of its own: no fault
-            verdict.name = "rewritten"
+        if not stored or not prompt.chain:
+            return case
+        verdict, case.base = case.verdict, previous(prompt, stored)
+        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        case.whole = case.base is not None and prompt.goes_on(base)
+        common = max(prompt.common(one) for one in (base, longest or base))
+        verdict.share = common / (prompt.length() or 1)
+        newer = list(itertools.takewhile(lambda one: one is not base, stored))
+        case.between = newer[:COMPARED_PROMPTS]
+        case.away = base.time < lost_at
+        if case.whole:
+            verdict.name = "extended"
+            talk, head = base.conversation, base.head()
+            again = [one for one in newer if one.conversation == talk and one.head() == head]
+            if not prompt.side and any(not one.side for one in again):
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+            return case
+        case.texts = locate_change(verdict, base, prompt)
+        if not prompt.side and is_rewritten(verdict, case, base):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
         else:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
-        return verdict
+        return case
 
-    def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
-        """The entry to compare with, of those that have most in common: this conversation's newest,
-        else one with the same tools, that opens with the same words, that agrees to the furthest
-        line. Only the newest are looked at."""
-        own = self.entries.get(self.latest.get(prompt.conversation, 0))
-        if own is not None and own.shares(prompt, depth):
-            return own
-        newest = itertools.islice(reversed(self.entries.values()), 32)
-        fitting = [entry for entry in newest if entry.shares(prompt, depth)]
-        if depth == len(prompt.chain) or not fitting:
-            return self.entries[self.index[prompt.chain[depth - 1]]]
-        head, opening, new = prompt.names[: prompt.first], prompt.opening(), prompt.texts[depth]
-
-        def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-            prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
-            return (
-                entry.names[: prompt.first] == head,
-                entry.opening() == opening,
-                new.rfind("\n", 0, prefix),
-            )
-
-        return max(fitting, key=agreement)
+    def longest(self, prompt: Prompt) -> Prompt | None:
+        """The newest prompt of those that share most segments with this one."""
+        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
         for place, link in enumerate(prompt.chain):
             if link in self.index:
-                prompt.texts[place] = self.entries[self.index[link]].texts[
-                    place
-                ]  # the string that is held already
+                known = self.entries[self.index[link]]
+                prompt.texts[place] = known.texts[place]  # the string that is held already
             else:
                 self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
-        self.index[prompt.end] = self.latest[prompt.conversation] = self.count
         self.entries[self.count] = prompt
         self.size += 300 * len(prompt.chain)
         while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
@@ -3373,72 +3426,357 @@ class Ledger:
             if self.index[link] == number:
                 del self.index[link]
                 self.size -= text_size(entry.texts[place])
-        if self.index[entry.end] == number:
-            del self.index[entry.end]
-        if self.latest[entry.conversation] == number:
-            del self.latest[entry.conversation]
 
 
-def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
-    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
-    change looks like."""
-    name, new = prompt.names[depth], prompt.texts[depth]
-    old_name, old = (
-        (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
+    """The prompt of the same conversation that this one goes on from, or was made from by a change
+    of its history.
+
+    `stored`: the newest first. What stands before the turns does not count here. One whose last message alone was put in
+    another way (a branch, a question beside the conversation) is passed over."""
+    talk = (one for one in stored if one.conversation == prompt.conversation)
+    own = list(
+        itertools.islice((one for one in talk if prompt.side or not one.side), COMPARED_PROMPTS)
     )
-    was, now = entry.tools(), prompt.tools()
-    turns = name.startswith("turn ") and old
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    verdict.where = name
-    if was != now and "tool " in (name[:5], old_name[:5]):
+    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
+    whole = changed = None
+    deepest, reached = (-1, 0), -1
+    for entry in own + relatives:
+        depth = common_prefix(prompt.turns, entry.turns)
+        if depth == len(entry.turns) or prompt.goes_on(entry):
+            if (depth, prompt.common(entry)) > deepest:
+                whole, deepest = entry, (depth, prompt.common(entry))
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
+            if own and entry in relatives:
+                continue
+            changed, reached = entry, depth
+    return whole if whole is not None and deepest[0] > reached else changed
+
+
+def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """Prompts that look like this conversation's under another name, the newest first: under a
+    system text much like its own, with a first message much like its own or with the same turns."""
+    found = [one for one in stored if one.conversation != prompt.conversation]
+    if "(prompt)" in prompt.names[-1]:
+        return [one for one in found if prompt.goes_on(one)]
+    if not prompt.answered(0) or prompt.side:
+        return []
+    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
+    opening = prompt.opening()
+    return [
+        one
+        for one in found
+        if not one.side
+        and one.turns
+        and (
+            one.opening() in opening
+            or opening in one.opening()
+            or alike(one.opening(), opening)
+            or not texts.isdisjoint(one.texts[one.first :])
+        )
+        and (one.head() == prompt.head() or alike(one.system(), prompt.system()))
+    ]
+
+
+def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
+    """The prompt of another conversation that has most in common with this one, rather one with the
+    same tools."""
+    head = prompt.names[: prompt.first]
+    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+
+
+def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
+    """Whether a prompt that does not go on from an earlier one is that one changed, and not
+    another."""
+    prompt = case.prompt
+    if verdict.where.startswith("turn "):
+        return case.base is not None
+    if verdict.where == "system" and not alike(base.system(), prompt.system()):
+        return False
+    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
+
+
+def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
+    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
+    both have there."""
+    was, now = base.tools(), prompt.tools()
+    depth = common_prefix(prompt.chain, base.chain)
+    (old_name, old), (name, new) = (
+        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
+        for one in (base, prompt)
+    )
+    verdict.where = name or old_name
+    if base.system() != prompt.system():
+        verdict.where, old, new = "system", base.system(), prompt.system()
+    elif was != now:
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
+        had, has = set(was), set(now)
+        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
             start = len(os.path.commonprefix([was, now]))
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
+        return "", ""
+    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
+        verdict.kind = "order of tool results"
+    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
+        return old, ""
+    elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-    else:
-        at = common_prefix(old, new)
-        verdict.kind, verdict.before, verdict.after = (
-            kind_of(old, new, at),
-            around(old, at),
-            around(new, at),
+        return "", new
+    elif old.split() == new.split():
+        moved = "(tool)" in name and "(tool)" not in old_name
+        verdict.kind = "moved into the result" if moved else "the same words in another form"
+    at = common_prefix(old, new)
+    verdict.kind = verdict.kind or kind_of(old, new, at)
+    verdict.before, verdict.after = around(old, at), around(new, at)
+    return old, new
+
+
+def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
+    """Whether the tool results that begin at a place are the same in another order."""
+    lines = []
+    for prompt in (a, b):
+        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
+        results = prompt.texts[depth : depth + len(list(names))]
+        lines.append("\n".join(results).split("\n"))
+    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+
+
+def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
+    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
+    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+
+
+def is_answer(name: str, old_name: str) -> bool:
+    """Whether an answer stands where another turn stood."""
+    return "(assistant)" in name and "(assistant)" not in old_name
+
+
+# --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
+
+
+def cure_of(case: Case, config: Config) -> str:
+    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
+    set already."""
+    where, (old, new) = case.verdict.where, case.texts
+    if where == "system":
+        name, pattern, needed = "LIFT_REGEX", line_pattern(old, new), ("scrub", "replay", "lift")
+    elif "(user)" in where:
+        name, pattern, needed = (
+            "REPLAY_REGEX",
+            block_pattern(old, new),
+            ("scrub", "replay", "replay"),
         )
+    elif case.verdict.kind in ("tool order", "order of tool results"):
+        name, pattern, needed = "", "", ("scrub", "replay", "replay")
+    else:
+        return ""
+    for switch in needed:
+        if not getattr(config, switch):
+            return f"{switch.upper()}=1, which is off"
+    if not pattern or pattern in getattr(config, name.lower()):
+        return ""
+    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
 
 
-def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes `verdict`."""
+def shape(text: str) -> str:
+    """A pattern for a piece of a line: numbers and names of days and months may vary."""
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    return re.sub(r"\d+", r"\\d+", pattern)
+
+
+def line_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
+    there is none."""
+    patterns: list[str] = []
+    while old != new and len(patterns) < CURE_LINES:
+        at = common_prefix(old, new)
+        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
+        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+        label = label[: label.rfind(" ") + 1] or label
+        named = len(re.findall("[A-Za-z]", label)) > 2
+        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
+        patterns.append(pattern)
+    return "|".join(patterns) if old == new else ""
+
+
+def block_pattern(old: str, new: str) -> str:
+    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    prefix = common_prefix(old, new)
+    suffix = common_suffix(old[prefix:], new[prefix:])
+    for text, other in ((old, new), (new, old)):
+        if text.endswith(other):
+            block = text[: len(text) - len(other)]
+        elif text.startswith(other):
+            block = text[len(other) :]
+        else:  # the paragraphs around the change
+            start = text.rfind("\n\n", 0, prefix) + 1
+            end = text.find("\n\n", len(text) - suffix)
+            block = text[start : end if end >= 0 else len(text)]
+        lines = block.strip().split("\n")
+        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
+        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+            continue
+        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
+        for mark, ending in BLOCK_ENDS:
+            if tag := re.match(mark, lines[0]):
+                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
+        if re.match(r"</|\[/", lines[-1]):
+            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for pattern in patterns:
+            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            if len(left) == 1 and (left != {""} or "" in (old, new)):
+                return pattern
+    return ""
+
+
+BLOCK_ENDS = (  # how a program's block begins -> how it ends
+    (r"<([\w-]+)>?", "</{}>"),
+    (r"\[([\w ]*\w)", "[/{}]"),
+)
+
+
+# --- what the server says -------------------------------------------------------------------------
+
+
+def missing_tokens(case: Case, usage: Usage) -> int:
+    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
+    told. What a prompt that goes on from another begins with is known to six tokens."""
+    verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
-        if verdict.name == "extended":
-            verdict.name = "not reported"
-        return
-    expected = verdict.share * usage.prompt
-    if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
+        return 0
+    exact = base.tokens if base is not None and case.whole else None
+    verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
+    missing = verdict.expected - usage.cached
+    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
+    return missing if due and missing >= little else 0
+
+
+def settle(case: Case, usage: Usage, config: Config) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the
+    verdict."""
+    verdict, prompt, base = case.verdict, case.prompt, case.base
+    prompt.tokens = usage.prompt
+    if base is not None:
+        verdict.base, prompt.pace = base.number, base.pace
+    if usage.cached is None or not usage.prompt:
+        verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+    elif missing_tokens(case, usage):
+        explain_loss(case, usage, config)
+    elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
-    if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.cure = cure_of(case, config)
+
+
+def explain_loss(case: Case, usage: Usage, config: Config) -> None:
+    """Say why a prompt that goes on from another was not reused."""
+    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
+    had = case.base.reasoning if case.base is not None and case.whole else set()
+    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
+    if dropped:
+        verdict.name, verdict.kind = "rewritten", "reasoning"
+        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
-    if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        causes = {
-            "away": verdict.away,
-            "taken": verdict.taken,
-            "idle": idle_seconds > 300,
-            "checkpoint": usage.cached < 0.05 * usage.prompt,
-            "partly": True,
-        }
-        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+    causes = {
+        "away": case.away,
+        "taken": bool(case.between),
+        "idle": case.idle > 300,
+        "checkpoint": cached < 0.05 * (usage.prompt or 0),
+        "not all kept": True,
+    }
+    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+    if verdict.kind == "taken":
+        why = taken_advice(case, expected / (usage.prompt or 1))
+    else:
+        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+
+
+ADVICE = {  # what happened -> why or what helps | a setting that helps | how; what is set is not named
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
+    " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a"
+    " hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
+    " --ctx-checkpoints), or the chat template renders old turns in another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "system": "the client writes this part of its system prompt anew",
+    "tools": "keep the list of tools the same for the length of a conversation",
+    "tool": "keep a tool's description the same for the length of a conversation",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may read all again",
+    "turns": "have the client keep it, where it can",
+    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a larger host"
+    " cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from each other:"
+    " -sps above sim keeps those apart, at the price that new conversations start cold",
+}  # fmt: skip
+
+
+def advice(cause: str, config: Config) -> str:
+    """An entry of ADVICE, without a setting that is set."""
+    told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
+    return told if getattr(config, setting, True) else f"{told}; {how}"
+
+
+def taken_advice(case: Case, own: float) -> str:
+    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
+    of this prompt that its slot should have held.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt; what the slot held goes to the host cache only if less than half of it
+    stays (server-context.cpp, get_available_slot)."""
+    base = case.base or case.prompt
+    shared, other = max(
+        ((one.common(base) / (one.length() or 1), one) for one in case.between),
+        key=lambda pair: pair[0],
+    )
+    who = f"a {other.side} request" if other.side else "another conversation"
+    if other.conversation == base.conversation and not other.side:
+        who = "a request of the same chat in another form"
+    more = len(case.between) - 1
+    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    if shared <= 0.1:
+        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
+    size = other.tokens or other.length() // 4
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f}) and so was given this slot"
+    wanted = math.ceil(100 * shared + 1) / 100
+    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    if wanted >= own:
+        apart = "no -sps keeps two apart that have so much in common"
+    one_slot = "-np 2 gives each its own, if memory allows"
+    slots = case.server.get("slots")
+    if slots is None:
+        return f"{told}: with one slot, {one_slot}; with several, {apart}"
+    return f"{told}: {one_slot if slots == 1 else apart}"
 
 
 SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
-    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
+    r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
+    r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"
+    r"|(?P<completion>\bautocompletion (?:system|task)\b)"
+    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
+# One must be there before the slow search.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -3449,14 +3787,14 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
-    if "thread_title" in str(body.get("client_metadata") or ""):
+    told = list(members(body.get("client_metadata")).values())[:16]
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
         return "title"
     if body.get("tools"):
         return ""
-    if "'title': {" in str(
-        body.get("output_config") or body.get("text")
-    ):  # a property; every schema may have a title
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    if "title" in members(members(wanted.get("schema")).get("properties")):
+        return "title"  # a property; every schema may have a title
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
@@ -3464,6 +3802,17 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
         if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
             return str(match.lastgroup)
     return ""
+
+
+def step_of(view: View) -> str:
+    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
+    alarm nobody."""
+    turns = [turn.role for turn in view.turns[view.leading() :]]
+    if not view.dialect.edited:
+        return ""
+    if "assistant" not in turns:
+        return "first prompt"
+    return "tool step" if turns[-1] == "tool" else "user turn"
 
 
 # ==================================================================================================
@@ -4406,7 +4755,7 @@ class Relay(socketserver.BaseRequestHandler):
             try:
                 data = pair.read(min(QUIET_SECONDS, timeout))
                 if data is None:
-                    self.proxy.quiet(exchange)
+                    self.proxy.explain(exchange)
                     data = pair.read(timeout)
             except OSError:
                 data = b""
@@ -4553,13 +4902,23 @@ class Exchange:
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
         self.report, self.trace = Report(), Trace()
+        self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = 0.0
+        self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
         self.tap = Tap() if dialect is not None else None
+
+    def key(self) -> str:
+        """The client's key, for questions about its own request."""
+        return self.request.get("authorization").removeprefix("Bearer ")
+
+    def size(self) -> int:
+        """Bytes of the bodies."""
+        same = self.forwarded is self.received
+        return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
 
 # ==================================================================================================
@@ -4628,10 +4987,13 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
+    def ask(
+        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+    ) -> tuple[int, Any]:
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
+        cannot be reached."""
         try:
-            return fetch(self.locate(), path, timeout, self.key)
+            return fetch(self.locate(), path, timeout, key or self.key, body)
         except OSError as error:
             return 0, str(error)
 
@@ -4710,15 +5072,21 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def fetch(
-    url: urllib.parse.SplitResult, path: str, timeout: float, key: str = ""
+    url: urllib.parse.SplitResult,
+    path: str,
+    timeout: float,
+    key: str = "",
+    body: bytes | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it
-    fails."""
+    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
+    when it fails."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
+            connection.request(method, target, body, headers | bearer(key))
             response = connection.getresponse()
-            text = response.read(1 << 20).decode("utf-8", "replace")
+            text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
     with contextlib.suppress(ValueError, RecursionError):
@@ -4817,7 +5185,8 @@ class Proxy:
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
         known = self.scrubber if self.config.scrub else None
         self.reader = Reader(known, self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
+        self.ledger = Ledger(self.config.ledger_mb << 19)
+        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -4825,6 +5194,7 @@ class Proxy:
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
+        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
         self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {
@@ -4951,8 +5321,8 @@ class Proxy:
 
     # --- while the model works --------------------------------------------------------------------
 
-    def quiet(self, exchange: Exchange) -> None:
-        """Learn from a request and explain it. Called once, when the server is silent or has
+    def explain(self, exchange: Exchange) -> None:
+        """Compare a request with those before it: once, when the server is silent or has
         answered."""
         view = exchange.view
         if view is None or exchange.counting or exchange.explained:
@@ -4960,12 +5330,20 @@ class Proxy:
         exchange.explained = True
         agent = "x-claude-code-agent-id"
         try:
-            side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
-            exchange.idle = exchange.started - self.last_end
-            talk, now = exchange.trace.conversation, time.monotonic()
-            exchange.verdict = self.ledger.judge(
-                segments_of(view), talk, side, now, self.backend.lost_at
-            )
+            headers = {agent: exchange.request.get(agent)}
+            talk, now, received = exchange.trace.conversation, time.monotonic(), None
+            prompt = Prompt(view, talk, headers, now)
+            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict = exchange.case.verdict
+            exchange.case.idle = exchange.started - self.last_end
+            if exchange.forwarded is not exchange.received and exchange.received is not None:
+                received = view_of(parse(exchange.received), view.dialect)
+            if received is not None:
+                prompt = Prompt(received, talk, headers, now)
+            straight = self.received.judge(prompt)
+            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+        except RecursionError:
+            pass  # nested so deeply that no server reads it
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -4973,7 +5351,7 @@ class Proxy:
         """The response header lines for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
             return []
-        self.quiet(exchange)
+        self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
         told = (
             f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
@@ -4990,16 +5368,15 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
+            (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if answered or (exchange.sent and not exchange.status):
-                self.quiet(
-                    exchange
-                )  # status 0: the client left; the server may have read the prompt
+            if answered or (exchange.sent and not exchange.status):  # or the client left
+                self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
             tap = exchange.tap
@@ -5011,17 +5388,90 @@ class Proxy:
                 self.replay.overflowed(exchange.trace)
             exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
-                exchange.verdict = None
+                exchange.verdict = exchange.case = None
             elif exchange.verdict is not None:
-                settle(exchange.verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
-            exchange.tap, exchange.view, exchange.trace = (
-                None,
-                None,
-                Trace(exchange.trace.conversation),
-            )
+            exchange.tap = exchange.view = None
+            exchange.trace = Trace(exchange.trace.conversation)
+            case = exchange.case
+            if (
+                case is not None
+                and missing_tokens(case, exchange.usage)
+                and self.asking.acquire(False)
+            ):
+                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
+            else:
+                self.record(exchange)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
+
+    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
+        """Where the chat template renders a conversation's turns in another way than it did for the
+        request before: the turn, and both texts there. None: it does not, or nothing tells."""
+        with self.metrics.guard:
+            kept = [one for one in self.metrics.recent if one.number == base.number]
+        texts = []
+        for one in (*kept, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            found = members(answer).get("prompt")
+            if not isinstance(found, str):
+                return None
+            texts.append(found)
+        at = common_prefix(texts[0], texts[-1])
+        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
+            return None
+        where, place = "", 0
+        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
+            text = text.strip()[:60]
+            found = texts[0].find(text, place)
+            if 0 <= found < at - len(text):
+                where, place = "", found
+            else:  # a call is not rendered as in the ledger
+                where = where or name
+                if found >= 0:
+                    break
+        return where, around(texts[0], at), around(texts[-1], at)
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
+        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        if view is None:
+            return {}
+        prompt = Prompt(view)
+        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
+        turns = "\n".join(prompt.texts[prompt.first :])
+        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
+        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
+        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
+        found["estimated"] = True
+        for name, text in texts.items() if self.running == 0 else ():
+            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
+            tokens = members(answer).get("tokens")
+            if not isinstance(tokens, list):
+                break
+            found[name], found["estimated"] = len(tokens), name != "turns"
+        rate = found["tools"] / (len(texts["tools"]) or 1)
+        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
+
+    def record(self, exchange: Exchange, ask: bool = False) -> None:
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
+        than should have been; the server is asked for its slots, and how its chat template renders
+        the prompts, once it is idle."""
+        try:
+            case, exchange.case = exchange.case, None
+            if case is not None:
+                if ask and self.still.wait(IDLE_WAIT):
+                    case.server = self.backend.describe()
+                self.settle(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
+            if case is not None:
+                case.prompt.number = exchange.number
             if self.log.isEnabledFor(logging.INFO):
                 for line in log_lines(exchange):
                     self.log.info("%s", line)
@@ -5029,6 +5479,37 @@ class Proxy:
                 self.log.warning("%s", warning)
         except Exception:
             self.log.exception("a finished request could not be recorded")
+        finally:
+            if ask:
+                self.asking.release()
+
+    def settle(self, exchange: Exchange, case: Case) -> None:
+        """Settle a request's verdict."""
+        verdict, usage = case.verdict, exchange.usage
+        settle(case, usage, self.config)
+        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
+        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
+            change = self.template_change(exchange, case.base)
+            if change is not None:
+                verdict.name = verdict.kind = "template"
+                verdict.where, verdict.before, verdict.after = change
+                told = f"the chat template renders {verdict.where} otherwise than before"
+                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
+                told += f" {verdict.expected:,} tokens were reused: "
+                verdict.advice = told + advice("template", self.config)
+        if usage.cached is None and exchange.stream and exchange.begun:
+            chars = case.prompt.length() or 1
+            seconds = (
+                exchange.begun - exchange.sent
+            )  # the first event comes when the prompt is read
+            pace, first = 1e6 * seconds / chars, case.prompt.pace
+            case.prompt.pace = first or pace
+            verdict.advice = (
+                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
+            )
+            verdict.advice += (
+                f"; {first:.0f} ms in this conversation's first request" if first else ""
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5089,7 +5570,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         if verdict is not None:
-            parts.append(verdict.name + (f" ({verdict.side})" if verdict.side else ""))
+            parts.append(verdict.title())
         if report.note:
             parts.append(f"forwarded as it came: {report.note}")
     if exchange.status != 200 or len(parts) == 1:
@@ -5105,7 +5586,10 @@ def log_lines(exchange: Exchange) -> list[str]:
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
-    KEEP_BYTES = 64 << 20  # of the bodies kept for the status page
+    KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
+    LONG_READ = (
+        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
+    )
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
@@ -5116,15 +5600,16 @@ class Metrics:
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(
             maxlen=60
         )  # time, share, verdict
-        self.rates: collections.deque[float] = collections.deque(
-            maxlen=50
-        )  # measured ms per prompt token
         self.counts: collections.Counter[tuple[str, str]] = (
             collections.Counter()
         )  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.kept = 0  # bytes of the bodies in `recent`
+        self.bodies: collections.deque[Exchange] = (
+            collections.deque()
+        )  # of `recent`, those with bodies
+        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
+        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
 
@@ -5156,10 +5641,11 @@ class Metrics:
                 ms is None and exchange.stream and exchange.begun
             ):  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= 32:
-                self.rates.append(ms / read)
-            if self.rates:
-                self.saved += usage.cached * statistics.median(self.rates) / 1000
+            if ms is not None and read >= self.LONG_READ:
+                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
+            if self.long_reads[1] and more >= 64:
+                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
@@ -5194,20 +5680,12 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest are let go when all take too much
         memory."""
-
-        def size(one: Exchange) -> int:
-            return len(one.received or b"") + (
-                0 if one.forwarded is one.received else len(one.forwarded or b"")
-            )
-
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= size(self.recent[0])
         self.recent.append(exchange)
-        self.kept += size(exchange)
-        for old in self.recent:
-            if self.kept <= self.KEEP_BYTES:
-                break
-            self.kept -= size(old)
+        self.bodies.append(exchange)
+        self.kept += exchange.size()
+        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
+            old = self.bodies.popleft()
+            self.kept -= old.size()
             old.received = old.forwarded = None
 
 
@@ -5763,7 +6241,11 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
+    (
+        "kvproxy_ledger_bytes",
+        lambda on: on.ledger.size + on.received.size,
+        "Memory held for explanations.",
+    ),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -5852,7 +6334,11 @@ class Pages:
         if received is None or forwarded is None:
             received = forwarded = None
             notes.append("the bodies were dropped to save memory")
-        elif forwarded is not received:
+        else:
+            with contextlib.suppress(Unreadable, RecursionError):
+                row["where it goes"] = self.proxy.weights(exchange)
+        if received is not None and forwarded is not received:
+            assert forwarded is not None
             row["diff"], note = difference(received, forwarded)
             notes += [note] if note else []
         body = bytearray()
@@ -5947,7 +6433,7 @@ class Pages:
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.rates else "-",
+            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
@@ -6387,11 +6873,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     slots, context = found.get("slots"), found.get("context")
     if slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
-    elif slots is not None:
-        advice.append(
-            "With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other."
-        )
+                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
     if isinstance(context, int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
@@ -6402,38 +6884,29 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
-    for name, pattern in (
-        (
-            "slot",
-            r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
-        ),
-        ("slot", r"selected slot by (?P<lru>LRU)"),
-        (
-            "prompt",
-            r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
-        ),
-        ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
-        ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
-        ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
-        (
-            "eval",
-            r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens",
-        ),
-        ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
-        ("start", r"server is listening on|loading model"),
-    )
+    for name, pattern in (row.split(None, 1) for row in r"""
+slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    selected slot by (?P<lru>LRU)
+slot    slot is processing (?P<begins>task)
+prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
+counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
+cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
+cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
+cached  kv cache rm \[(?P<cached>\d+), end\)
+full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
+cancel  cancel task, id_task = (?P<cancelled>\d+)
+start   server is listening on|loading model""".strip().splitlines())
+]  # fmt: skip
+LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
+LOG_SLOT = re.compile(
+    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
-LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
-LOG_TYPES: dict[str, type] = {
-    "lru": str,
-    "forced": str,
-    "sim": float,
-    "keep": float,
-    "ms": float,
-}  # all others: int
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_FLOATS = ("sim", "ms")
+LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -6441,24 +6914,15 @@ INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
     " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
 )
-INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` brings its own
-    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
-    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
-    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
-    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
-    " sliding-window models may read the whole prompt again.",
-    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
-    " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
-    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
-    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
-    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
-    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
-}
+STRAIGHT = (
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
+    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+)
 INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
     "estimated": False,
     "cause": "",
+    "cure": "",
 }
 
 
@@ -6471,30 +6935,26 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
-    number = 0  # of the last row
+    number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
         print('{"requests": [', end="")
     with file:
-        for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
+        for number, row in enumerate(inspect_rows(file, size, reader), 1):
             if args.json:
                 print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
-                new = {
-                    "cause": row["cause"],
-                    "requests": 0,
-                    "tokens": 0,
-                    "cured": 0,
-                    "example": row["what"],
-                }
-                found = findings.setdefault(row["cause"], new)
+                found = findings.setdefault(row["cause"], {
+                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
+                    "example": row["what"], "cure": row["cure"],
+                })  # fmt: skip
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found)
+        found["advice"] = inspect_advice(found, config)
     if args.json:
         print('\n], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
@@ -6505,10 +6965,10 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
+    if told and not reader.ledger.count:
+        print(textwrap.fill(STRAIGHT, 110))
     for found in told:
-        waste = (
-            f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
-        )
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         text = f"{found['cause']}: {waste} {found['advice']}"
         print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
     return 0
@@ -6517,8 +6977,10 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
     bytes, 0: not known."""
-    shown = time.monotonic()
-    while line := file.readline(PARSE_LIMIT):
+    shown, lines = time.monotonic(), file
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
+        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+    while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
         if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
             print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
@@ -6536,14 +6998,13 @@ def inspect_line(number: int, row: Json) -> str:
     return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
-def inspect_advice(found: Json) -> str:
+def inspect_advice(found: Json, config: Config) -> str:
     """What to do about a finding."""
-    if found["cause"].startswith("lost"):
-        return str(found["example"]).partition(": ")[2] + "."
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    advice = next(text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
-    return (f"kvproxy cures {found['cured']} of them. " if found["cured"] else "") + advice
+    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
+    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+    return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
@@ -6551,18 +7012,14 @@ class LogReader:
     complete."""
 
     def __init__(self, config: Config) -> None:
-        limit = config.ledger_mb << 20
-        self.ledger, self.cured = (
-            Ledger(limit),
-            Ledger(limit),
-        )  # as captured, and as kvproxy would have sent it
+        self.config, limit = config, config.ledger_mb << 20
+        self.ledger = Ledger(limit)  # of prompts as captured
+        self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
-        self.slot, self.longest = (
-            "?",
-            0,
-        )  # the slot that the log spoke of last; the longest prompt since a start
+        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
+        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
+        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for anything that is neither a capture's nor a log's
@@ -6592,114 +7049,120 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        side = side_of(view.body, headers, view)
-        segments = segments_of(view)
-        verdict = self.ledger.judge(
-            segments, self.editor.replay.conversation(view), side, now, self.lost_at
-        )
+        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        case = self.ledger.judge(prompt, self.lost_at)
+        case.idle = now - self.ended if self.ended else 0.0
+        verdict, prompt.number = case.verdict, self.ledger.count
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
         }
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = sum(len(segment.text) for segment in segments) // 4
+            usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            settle(verdict, usage, now - self.ended if self.ended else 0.0)
+            settle(case, usage, self.config)
         self.ended = now
-        line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
-        what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
-        found = dict(
-            INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms
-        )
-        found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
-        if line and not side:
-            found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
+        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured = self.cure(view, headers).name == "extended" and changed
+        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
+        line = verdict.line()
+        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
+        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(tokens=usage.prompt, read=usage.read())
+        if line and not prompt.side and verdict.name in ("rewritten", "lost"):
+            found.update(cause=cause_of(verdict), cured=cured)
+            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, side: str) -> Verdict:
+    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
             trace.record.answer = ANY
-        return self.cured.judge(segments_of(view), trace.conversation, side)
+        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does
         not matter."""
-        found = LOG_SLOT.search(text)
+        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = router[1] if router else ""
+        number = (found[2] or found[4]) if found else None
         if found:
-            self.slot = found["slot"]
+            self.slots[port] = found[1] or found[3]
+        slot = port, self.slots.get(port, "?")
         name, match = next(
             ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
         )
         if match is None:
             return []
         if name == "start":
-            return self.end()
+            return self.end(port)
         if name == "cancel":
-            slots = [
-                slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]
+            number = match["cancelled"]
+            ended = [
+                key
+                for key, task in self.tasks.items()
+                if (key[0], task.get("task")) == (port, number)
             ]
-            return [self.close(slot, ", cancelled") for slot in slots]
-        task, done = self.tasks.get(self.slot, {}), []
+            return [self.close(slot, ", cancelled") for slot in ended]
+        task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
-        if name == "slot" or (
-            known and name in ("prompt", "counts")
-        ):  # the slot's next task begins
-            done = [self.close(self.slot)] if known else []
-            task = {}
-        self.tasks[self.slot] = task
-        if found and found["task"]:
-            task["task"] = found["task"]
+        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
+            done = [self.close(slot)] if known else []
+            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        self.tasks[slot] = task
+        if number:
+            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts":
+                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
+                task[key] = kind(value)
+        if name == "slot" and (keep := LOG_KEEP.search(text)):
+            task["keep"] = float(keep[1])
+        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(self.slot)] if name == "eval" else done
+        return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: str, suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
-        task = self.tasks.pop(slot)
-        tokens, read, cached, sim, keep = (
-            task.get(key) for key in ("tokens", "read", "cached", "sim", "keep")
-        )
-        if read is None and tokens is not None and cached is not None:
-            read = tokens - cached
-        size = tokens or read or 0
-        first, self.longest = size > 2 * self.longest, max(size, self.longest)
-        cause, what = "", "read" if tokens is None else "reused"
+        task, port = self.tasks.pop(slot), slot[0]
+        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
+        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
+        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        if read is None and tokens is not None and "cached" in task:
+            read = row["read"] = tokens - task["cached"]
+        size, longest = tokens or read or 0, self.longest.get(port, 0)
+        self.longest[port] = max(size, longest)
+        mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full {task['forced'].strip()}"
-        elif size > 512 and read is not None and tokens is not None and 2 * read > tokens:
-            if sim is not None and sim >= 0.5:
-                cause, what = "not kept", "the slot held a similar prompt, but most was read again"
-            elif sim is not None:
-                cause, what = "low similarity", "little in common with what the slot held"
-            elif first:
-                what = "first prompt of its length"
-            else:
-                cause, what = "no similar slot", "no slot held a similar prompt"
-        if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
-            what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
-        return row | {
-            "tokens": tokens,
-            "read": read,
-            "sim": sim,
-            "keep": keep,
-            "ms": task.get("ms"),
-        }
+            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
+        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
+            row["what"] = "first prompt of its length"
+        elif mostly and sim is None:
+            row.update(cause="no similar slot", what="no slot held a similar prompt")
+        elif mostly and sim < 0.5:
+            row.update(cause="low similarity", what="little in common with what the slot held")
+        elif mostly:
+            row.update(
+                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            )
+        elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
+            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
+        else:
+            row["what"] = "read" if tokens is None or read == tokens else "reused"
+        row["what"] += suffix
+        return row
 
-    def end(self) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server was started
-        anew."""
-        done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
-        self.tasks.clear()
-        self.longest = 0
+    def end(self, port: str | None = None) -> list[Json]:
+        """The rows of tasks that no line will end: the log stops here, or the server at a port was
+        started anew."""
+        ended = [slot for slot in self.tasks if port in (None, slot[0])]
+        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
+        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
+        self.longest.pop(port or "", None)
         return done
 
 
@@ -6708,6 +7171,8 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
+    if verdict.kind == "reasoning":
+        return "turns, whose reasoning is no longer sent"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
         start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])

@@ -5497,6 +5497,12 @@ EX_LIAR = {
 EX_LIE = json.dumps(EX_LIAR)
 
 EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
+    "both APIs' names, one of them 0": (
+        json.dumps(
+            {"usage": {"prompt_tokens": 100, "input_tokens": 0, "output_tokens": 3}}
+        ).encode(),
+        (100, None, None),
+    ),
     "chat": (
         json.dumps({"choices": [], "usage": EX_CHAT_CACHED, "timings": EX_TIMINGS}).encode(),
         (100, 90, 41.5),
@@ -5872,179 +5878,107 @@ def test_explain_usage_through_the_proxy(
     assert sent[0].endswith(answer.raw) and answer.status == 200
 
 
-# --- hints: how an answer begins ------------------------------------------------------------------
+# --- nothing freezes: the time that hostile inputs take -------------------------------------------
 
-EX_HINTS: dict[str, tuple[bytes, str]] = {
-    "chat": (
-        json.dumps(
-            {"choices": [{"message": {"role": "assistant", "content": "Sure, I can."}}]}
-        ).encode(),
-        "Sure, I can.",
+
+def ex_repeated(*pieces: str) -> Callable[[int], str]:
+    """A function of a size that gives a text of about that size: a start, a piece repeated, an end."""
+    start, piece, end = pieces
+
+    return lambda size: start + piece * (size // len(piece)) + end
+
+
+EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
+
+
+def ex_logged(text: str) -> None:
+    reader = kvproxy.LogReader(Config())
+    reader.line(text.encode())
+
+
+EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
+    # name: (what looks at the text, the text by its size)
+    "clock: dates": (EX_KINDS["clock"], ex_repeated("", "2026-11-29T12:", "")),
+    "clock: times": (EX_KINDS["clock"], ex_repeated("", "12:34:", " a")),
+    "clock: epochs": (EX_KINDS["clock"], ex_repeated("", "17", "x")),
+    "clock: months": (EX_KINDS["clock"], ex_repeated("Jan", "a", "1")),
+    "clock: days": (EX_KINDS["clock"], ex_repeated("", "Wednesday, Jan ", "")),
+    "uuid": (EX_KINDS["uuid"], ex_repeated("", "0123abcd-0123-", "")),
+    "path: one name": (EX_KINDS["path"], ex_repeated("/", "a", "")),
+    "path: dots": (EX_KINDS["path"], ex_repeated("/", ".", "")),
+    "path: slashes": (EX_KINDS["path"], ex_repeated("~", "/", " ")),
+    "path: drives": (EX_KINDS["path"], ex_repeated("", "C:", "")),
+    "hash: one word": (EX_KINDS["hash"], ex_repeated("", "a", "g")),
+    "hash: dashes": (EX_KINDS["hash"], ex_repeated("", "-a", "")),
+    "hash: digits": (EX_KINDS["hash"], ex_repeated("", "-1", "")),
+    "hash: words": (EX_KINDS["hash"], ex_repeated("", "abcd1- ", "")),
+    "counter": (EX_KINDS["counter"], ex_repeated("", "1.", "x")),
+    "base64: short runs": (
+        kvproxy.part_text,
+        lambda n: {"url": ("A" * 2047 + "?") * (n // 2048 + 1)},
     ),
-    "chat, call": (
-        json.dumps(
-            {
-                "choices": [
-                    {"message": {"content": None, "tool_calls": [{"id": "call_1", "function": {}}]}}
-                ]
-            }
-        ).encode(),
-        "call_1",
-    ),
-    "chat, streamed": (
-        ex_sse(
-            {"choices": [{"delta": {"role": "assistant", "content": None}}]},
-            {"choices": [{"delta": {"content": "Sure,"}}]},
-            {"choices": [{"delta": {"content": " I can."}}]},
-            "[DONE]",
-        ),
-        "Sure, I can.",
-    ),
-    "chat, streamed call": (
-        ex_sse(
-            {
-                "choices": [
-                    {
-                        "delta": {
-                            "tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f"}}]
-                        }
-                    }
-                ]
-            }
-        ),
-        "call_1",
-    ),
-    "chat, streamed reasoning": (
-        ex_sse(
-            {"choices": [{"delta": {"reasoning_content": "Hm."}}]},
-            {"choices": [{"delta": {"content": "Sure"}}]},
-        ),
-        "Sure",
-    ),
-    "responses": (
-        json.dumps(
-            {
-                "output": [
-                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-                    {"type": "message", "content": [{"type": "output_text", "text": "Sure"}]},
-                ]
-            }
-        ).encode(),
-        "Sure",
-    ),
-    "responses, call": (
-        json.dumps(
-            {"output": [{"type": "function_call", "call_id": "call_1", "id": "fc_1"}]}
-        ).encode(),
-        "call_1",
-    ),
-    "responses, streamed": (
-        ex_sse(
-            {"type": "response.created", "response": {"output": []}},
-            {"type": "response.reasoning_text.delta", "delta": "Hm."},
-            {"type": "response.output_item.added", "item": {"type": "message", "content": []}},
-            {"type": "response.output_text.delta", "delta": "Sure,"},
-            {"type": "response.output_text.delta", "delta": " I can."},
-            {"type": "response.output_text.done", "text": "Sure, I can."},
-            {
-                "type": "response.content_part.done",
-                "part": {"type": "output_text", "text": "Sure, I can."},
-            },
-            {
-                "type": "response.output_item.done",
-                "item": {
-                    "type": "message",
-                    "content": [{"type": "output_text", "text": "Sure, I can."}],
-                },
-            },
-            {"type": "response.completed", "response": {"output": []}},
-        ),
-        "Sure, I can.",
-    ),
-    "responses, streamed call": (
-        ex_sse(
-            {
-                "type": "response.output_item.added",
-                "item": {"type": "function_call", "call_id": "call_1", "id": "fc"},
-            }
-        ),
-        "call_1",
-    ),
-    "messages": (
-        json.dumps(
-            {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sure"}]}
-        ).encode(),
-        "Sure",
-    ),
-    "messages, call": (
-        json.dumps({"content": [{"type": "tool_use", "id": "toolu_1", "input": {}}]}).encode(),
-        "toolu_1",
-    ),
-    "messages, streamed": (
-        ex_sse(
-            ("message_start", {"type": "message_start", "message": EX_MESSAGE}),
-            ("ping", {"type": "ping"}),
-            (
-                "content_block_start",
-                {
-                    "type": "content_block_start",
-                    "content_block": {"type": "thinking", "thinking": ""},
-                },
-            ),
-            (
-                "content_block_delta",
-                {
-                    "type": "content_block_delta",
-                    "delta": {"type": "thinking_delta", "thinking": "Hm."},
-                },
-            ),
-            (
-                "content_block_delta",
-                {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Sure"}},
-            ),
-        ),
-        "Sure",
-    ),
-    "messages, streamed call": (
-        ex_sse(
-            (
-                "content_block_start",
-                {
-                    "type": "content_block_start",
-                    "content_block": {"type": "tool_use", "id": "toolu_1"},
-                },
-            )
-        ),
-        "toolu_1",
-    ),
-    "text before a call": (
-        ex_sse(
-            {"choices": [{"delta": {"content": "Look:"}}]},
-            {"choices": [{"delta": {"tool_calls": [{"id": "c"}]}}]},
-        ),
-        "Look:",
-    ),
-    "a cut event": (
-        ex_sse({"choices": [{"delta": {"content": "Sure"}}]}) + b'data: {"choices": [{"de',
-        "Sure",
-    ),
-    "a cut answer": (b'{"choices": [{"message": {"content": "Su', ""),
-    "nothing": (b"", ""),
-    "strange shapes": (
-        json.dumps({"choices": 5, "content": {"a": 1}, "output": "x", "delta": 7}).encode(),
-        "",
-    ),
-    "strange calls": (
-        json.dumps({"choices": [None, {"message": {"tool_calls": 3, "content": []}}]}).encode(),
-        "",
+    "base64: one run": (kvproxy.part_text, lambda n: {"url": "data:" + "A" * n + "=== "}),
+    "side: generate": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "generate ", "")),
+    "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
+    "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
+    "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
+    "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
+    "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
+    "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
+    "log: prompt": (ex_logged, ex_repeated("", "new prompt, n_ctx_slot = 1 ", "")),
+    "log: digits": (ex_logged, ex_repeated("new prompt, n_ctx_slot = ", "1", "")),
+    "log: id": (ex_logged, ex_repeated("", "id ", "")),
+    "log: spaces": (ex_logged, ex_repeated("id", " ", "")),
+    "log: task": (ex_logged, ex_repeated("id 1 |", " ", "task")),
+    "log: counts": (ex_logged, ex_repeated("", "n_past = 1, new_tokens ", "")),
+    "log: cache": (ex_logged, ex_repeated("", "kv cache rm [1, ", "")),
+    "log: eval": (ex_logged, ex_repeated("", "prompt eval time = 1 ms / 1 ", "")),
+    "log: eval's spaces": (ex_logged, ex_repeated("prompt eval = 1 ms", " ", "")),
+    "log: forcing": (ex_logged, ex_repeated("", "forcing full prompt ", "")),
+    "usage: one line": (kvproxy.usage_of, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
+    "usage: brackets": (kvproxy.usage_of, lambda n: b'{"usage":' + b"[{" * (n // 2)),
+    "usage: lines": (kvproxy.usage_of, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
+    "change: lines": (
+        lambda texts: (kvproxy.alike(*texts), kvproxy.kind_of(*texts, len(texts[0]) // 2)),
+        lambda n: tuple("\n".join(str(i % m) for i in range(n // 4)) for m in (97, 101)),
     ),
 }
 
 
-@pytest.mark.parametrize("name", EX_HINTS)
-def test_explain_hint(name: str) -> None:
-    body, hint = EX_HINTS[name]
-    assert kvproxy.hint_of(body) == hint
+@pytest.mark.parametrize("name", EX_HOSTILE)
+def test_explain_patterns_are_linear(name: str) -> None:
+    work, make = EX_HOSTILE[name]
+    assert_linear(work, make)
+
+
+EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
+    # bodies that grow in one place, the last one compared with those before it
+    "turns": lambda n: [ex_chat(*("x" * (n // 10)))],
+    "turns that change": lambda n: [ex_chat(*(c * (n // 10))) for c in "xy"],
+    "tools": lambda n: [
+        ex_chat("a", "b", "c", tools=[ex_tool(f"t{i}") for i in range(at, at + n // 8)])
+        for at in (0, 1)
+    ],
+    "lines in another order": lambda n: [
+        ex_chat("a", "b", "c", system="\n".join(f"{i * 7919:x}" for i in range(n // 7))[::step])
+        for step in (1, -1)
+    ],
+    "parts": lambda n: [
+        ex_chat({"role": "user", "content": [{"type": "text", "text": "x"}] * (n // 10)})
+    ],
+    "calls": lambda n: [ex_chat({**EX_CALL, "tool_calls": EX_CALL["tool_calls"] * (n // 60)})],
+    "one that differs in the middle": lambda n: [
+        ex_chat("a" * n + c + "b" * n, "ok", "more") for c in "xy"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EX_HEAVY)
+def test_explain_heavy_prompts(name: str) -> None:
+    def work(bodies: list[ExJson]) -> None:
+        ex_play(bodies)
+
+    assert_linear(work, EX_HEAVY[name], 1 << 16)
 
 
 # --- ledger and verdicts --------------------------------------------------------------------------
@@ -6075,28 +6009,31 @@ def ex_chat(
     return {"messages": messages, **({"tools": tools} if tools else {}), **more}
 
 
-def ex_play(steps: list[Any], ledger: kvproxy.Ledger | None = None) -> list[kvproxy.Verdict]:
+def ex_prompt(body: ExJson, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
+    """A body as the ledger takes it."""
+    view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+    assert view is not None
+    talk = kvproxy.Replay(Config()).conversation(view)
+    return kvproxy.Prompt(view, talk, headers or {}, now)
+
+
+def ex_play(
+    steps: list[Any], ledger: kvproxy.Ledger | None = None, config: Config | None = None
+) -> list[kvproxy.Verdict]:
     """The verdicts on a sequence. A step is a body, or (body, share that the server reused or None,
-    extras)."""
-    ledger = ledger or kvproxy.Ledger(64 << 20)
-    replay, found = kvproxy.Replay(Config()), []
+    extras). Four characters are a token."""
+    ledger, found = ledger or kvproxy.Ledger(64 << 20), []
     for now, step in enumerate(steps):
         body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
-        view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
-        assert view is not None
-        side = kvproxy.side_of(body, extra.get("headers", {}), view)
-        away = extra.get("lost_at", -1.0)
-        verdict = ledger.judge(
-            kvproxy.segments_of(view), replay.conversation(view), side, float(now), away
-        )
-        prompt = 10000
-        cached = (
-            None
-            if reused is None
-            else round(prompt * (verdict.share if reused == "all" else reused))
-        )
-        kvproxy.settle(verdict, kvproxy.Usage(prompt, cached), extra.get("idle", 0.0))
-        found.append(verdict)
+        prompt = ex_prompt(body, extra.get("headers"), float(now))
+        case = ledger.judge(prompt, extra.get("lost_at", -1.0))
+        tokens = prompt.length() // 4
+        share = case.verdict.share if reused == "all" else reused
+        cached = None if share is None else round(tokens * share)
+        case.idle, case.server = extra.get("idle", 0.0), extra.get("server", {})
+        kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
+        prompt.number = now + 1
+        found.append(case.verdict)
     return found
 
 
@@ -6153,10 +6090,17 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "extended": ([ex_chat(EX_HI), EX_NEXT], "extended"),
     "extended: the same again": ([ex_chat(EX_HI), ex_chat(EX_HI)], "extended"),
-    "extended: regenerated": ([ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)], "extended"),
-    "extended: another answer taken": (
-        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)],
+    "new branch: regenerated": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)],
+        "new branch regenerated",
+    ),
+    "extended: the answer that was regenerated": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI), ex_chat(EX_HI, "no", EX_MORE)],
         "extended",
+    ),
+    "rewritten: an answer that an older prompt ends before": (
+        [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI, "no", EX_MORE)],
+        "rewritten turn 2 (assistant) text",
     ),
     "extended: in a tool loop": ([ex_chat(EX_HI), ex_chat(EX_HI, EX_CALL, EX_RESULT)], "extended"),
     "extended: arguments in another spelling": (
@@ -6270,9 +6214,9 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         ],
         "rewritten system clock",
     ),
-    "rewritten: turn": (
+    "rewritten: the first turn": (
         [EX_NEXT, ex_chat("Please look at the picture.", "ok", EX_MORE, "ok", "Go on.")],
-        "new branch turn 1 (user) text",  # other first words are another conversation
+        "rewritten turn 1 (user) text",
     ),
     "rewritten: later turn": (
         [
@@ -6283,8 +6227,8 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "rewritten: an answer": (
         [
-            ex_chat(EX_HI, "a1", EX_MORE, "a2", "a"),
-            ex_chat(EX_HI, "b1", EX_MORE, "a2", "a", "a3", "b"),
+            ex_chat(EX_HI, "one", EX_MORE, "a2", "a"),
+            ex_chat(EX_HI, "two", EX_MORE, "a2", "a", "a3", "b"),
         ],
         "rewritten turn 2 (assistant) text",
     ),
@@ -6406,12 +6350,25 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "lost: idle": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"idle": 1800})], "lost idle"),
     "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost checkpoint"),
-    "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost partly"),
+    "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost not all kept"),
     "lost: a new branch finds nothing": (
         [ex_chat(EX_HI), (ex_chat("Other words."), 0.0)],
         "lost checkpoint",
     ),
-    "not lost: most is kept": ([ex_chat(EX_HI), (EX_NEXT, 0.8)], "extended"),
+    "lost: one part in fifty": (
+        [ex_chat(EX_HI, system=EX_LONG * 9), (ex_chat(EX_HI, "ok", "x", system=EX_LONG * 9), 0.98)],
+        "lost not all kept",
+    ),
+    "not lost: but for 60 tokens": (
+        [
+            ex_chat(EX_HI),
+            (
+                EX_NEXT,
+                (ex_prompt(ex_chat(EX_HI)).length() // 4 - 60) / (ex_prompt(EX_NEXT).length() // 4),
+            ),
+        ],
+        "extended",
+    ),
     "not lost: it was rewritten": (
         [
             ex_chat(EX_HI, system=EX_LONG + "Time: 12:01"),
@@ -6469,14 +6426,14 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        assert verdict.line() == ""
+        assert verdict.line() == kvproxy.RETURNS.get(verdict.kind, "")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
     steps = EX_VERDICTS["rewritten: clock"][0]
     assert (
         ex_play(steps)[-1].line()
-        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
+        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'; LIFT_REGEX='^Time: .*$'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line()
@@ -6554,7 +6511,427 @@ def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
     assert (changed.before, changed.after) == ("+one", "+two")
 
 
+# Small invented cases: what clients do to their prompts, and what must be said about it. A row has
+# the bodies, and for the last of them the name, the place and kind, and the cure.
+EX_ASK, EX_SAID = "Which tray holds the nails?", "Tray four, at the back. " * 9
+EX_THEN = "How many are there?"
+EX_NOTES = "<notes>\n- {}\n</notes>\n\n"
+EX_FRAME = "### Frame:\nAnswer from this.\n\n<context>\n{}\n</context>\n\n"
+EX_STAMPED = "[Wed 2026-02-18 20:48 UTC] "
+EX_PICTURE, EX_NO_PICTURE = (
+    {"role": "user", "content": [{"type": "text", "text": EX_ASK}, part]}
+    for part in (
+        {"type": "image_url", "image_url": {"url": "data:," + "A" * 300}},
+        {"type": "text", "text": "[left out]"},
+    )
+)
+EX_CALLS = [
+    {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for n in (1, 2)
+]
+EX_PAIR = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"bin {n} " * 20} for n in (1, 2)]
+
+
+def ex_thought(text: str, **more: Any) -> ExJson:
+    return {"role": "assistant", "content": text, **more}
+
+
+EX_CURED: dict[str, tuple[list[Any], str, str]] = {
+    "a tag in front of the first text": (
+        [ex_chat(EX_NOTES.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag in front of a stamp": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
+            ex_chat(EX_STAMPED + EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag in front of a stamp, which goes as well": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "a tag behind a later text": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN + "\n\n" + EX_NOTES.format("red").strip()),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+        ],
+        "rewritten turn 3 (user) removed",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "notes in the oldest text, with other words each time": (
+        [
+            ex_chat("Notes that were kept:\n- red\n\n" + EX_ASK),
+            ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        r"REPLAY_REGEX='(?s)Notes that were kept.*?(?:\n\n|\Z)'",
+    ),
+    "a frame around the text": (
+        [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
+        "rewritten turn 1 (user) text",
+        "REPLAY_REGEX='(?s)### Frame:.*?</context>'",
+    ),
+    "a message of notes that moves": (
+        [
+            ex_chat(
+                {"role": "user", "content": "[Facts]\n- red\n- blue"},
+                {"role": "user", "content": EX_ASK},
+            ),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                {"role": "user", "content": "[Facts]\n- red\n- green"},
+                {"role": "user", "content": EX_THEN},
+            ),
+        ],
+        "rewritten turn 1 (user) taken out",
+        r"REPLAY_REGEX='(?s)\[Facts.*?(?:\n\n|\Z)'",
+    ),
+    "a line of the system prompt": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\nThe hour is 2026-11-29 09:10.\n" + EX_LONG),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                EX_THEN,
+                system=EX_RULES + "\nThe hour is 2026-11-29 09:11.\n" + EX_LONG,
+            ),
+        ],
+        "rewritten system clock",
+        "LIFT_REGEX='^The hour is .*$'",
+    ),
+    "a line without words of its own": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\n2026-11-29 09:10 (Sunday)\n" + EX_LONG),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                EX_THEN,
+                system=EX_RULES + "\n2026-11-30 09:11 (Monday)\n" + EX_LONG,
+            ),
+        ],
+        "rewritten system clock",
+        r"LIFT_REGEX='^\d+-\d+-\d+ \d+:\d+ \(\w+\)$'",
+    ),
+    "two lines": (
+        [
+            ex_chat(EX_ASK, system=f"Run: {a}\n{EX_RULES}\nGauge: {b}\n{EX_LONG}")
+            if turn == 0
+            else ex_chat(
+                EX_ASK, EX_SAID, EX_THEN, system=f"Run: {a}\n{EX_RULES}\nGauge: {b}\n{EX_LONG}"
+            )
+            for turn, a, b in ((0, 17, 40), (1, 18, 39))
+        ],
+        "rewritten system counter",
+        "LIFT_REGEX='^Run: .*$|^Gauge: .*$'",
+    ),
+    "a paragraph that came is no line": (
+        [
+            ex_chat(EX_ASK, system=EX_RULES + "\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, system=EX_RULES + "\nOne.\nTwo.\n" + EX_LONG),
+        ],
+        "rewritten system text",
+        "",
+    ),
+    "the system prompt changes and changes back": (
+        [
+            ex_chat(EX_ASK, system="Mode: plan\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, system="Mode: act\n" + EX_LONG),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG),
+        ],
+        "rewritten system text",
+        "LIFT_REGEX='^Mode: .*$'",
+    ),
+    "a developer message that is left out": (
+        [
+            {
+                "instructions": EX_LONG * 3,
+                "input": [
+                    {"role": "developer", "content": EX_LONG},
+                    {"role": "user", "content": EX_ASK},
+                ],
+                "tools": EX_AB,
+            },
+            {
+                "instructions": EX_LONG * 3,
+                "input": [
+                    {"role": "user", "content": EX_ASK},
+                    {"role": "assistant", "content": EX_SAID},
+                    {"role": "user", "content": EX_THEN},
+                ],
+                "tools": EX_AB,
+            },
+        ],
+        "rewritten system removed",
+        "",
+    ),
+    "an old answer, shortened": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+            ex_chat(EX_ASK, EX_SAID[:50], EX_THEN, "Nine.", "Thanks.", "Any time.", "Bye."),
+        ],
+        "rewritten turn 2 (assistant) removed",
+        "",
+    ),
+    "an old answer, left out": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+            ex_chat(
+                EX_ASK,
+                {"role": "user", "content": EX_THEN},
+                ex_thought("Nine."),
+                {"role": "user", "content": "Thanks."},
+                ex_thought("So."),
+                "Bye.",
+            ),
+        ],
+        "rewritten turn 2 (assistant) taken out",
+        "",
+    ),
+    "old turns, left out": (
+        [
+            ex_chat(
+                *(
+                    f"{'Question' if n % 2 == 0 else 'Answer'} number {n} about the shelf."
+                    for n in range(7)
+                )
+            ),
+            ex_chat(
+                *(
+                    f"{'Question' if n % 2 == 0 else 'Answer'} number {n} about the shelf."
+                    for n in range(4, 9)
+                )
+            ),
+        ],
+        "rewritten turn 1 (user) taken out",
+        "",
+    ),
+    "a picture that is left out": (
+        [
+            ex_chat(EX_PICTURE, EX_SAID, EX_THEN),
+            ex_chat(EX_NO_PICTURE, EX_SAID, EX_THEN, "Nine.", "Thanks."),
+        ],
+        "rewritten turn 1 (user) text",
+        "",
+    ),
+    "results of parallel calls in another order": (
+        [
+            ex_chat(EX_ASK, ex_thought("", tool_calls=EX_CALLS), *pair, *more)
+            for pair, more in (
+                (EX_PAIR, ()),
+                (EX_PAIR[::-1], (ex_thought("So."), {"role": "user", "content": "x"})),
+            )
+        ],
+        "rewritten turn 3 (tool) order of tool results",
+        "",
+    ),
+    "reasoning that is no longer sent": (
+        [
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1], reasoning_content="Hm. " * 200),
+                EX_PAIR[0],
+            ),
+            (
+                ex_chat(
+                    EX_ASK,
+                    ex_thought("", tool_calls=EX_CALLS[:1]),
+                    EX_PAIR[0],
+                    ex_thought("So."),
+                    {"role": "user", "content": "x"},
+                ),
+                0.5,
+            ),
+        ],
+        "rewritten turn 2 reasoning",
+        "",
+    ),
+    "another agent with the same turns": (
+        [
+            ex_chat(EX_ASK, tools=EX_AB),
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                "Write down what was learned.",
+                system="You keep lessons. " * 60,
+                tools=[ex_tool("learn")],
+            ),
+        ],
+        "cold system text",
+        "",
+    ),
+    "another channel": (
+        [ex_chat(EX_ASK, system=f"channel: {name}\n" + EX_LONG) for name in ("web", "phone")],
+        "cold system text",
+        "",
+    ),
+    "a question beside the conversation": (
+        [
+            ex_chat(EX_ASK),
+            ex_chat(EX_ASK, EX_SAID, "Write down what was learned."),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "new branch edited",
+        "",
+    ),
+    "a form of the chat that took the slot": (
+        [
+            ex_chat(EX_ASK, tools=EX_AB),
+            ex_chat(EX_ASK, EX_SAID, "Write down what was learned.", tools=EX_ABC),
+            (ex_chat(EX_ASK, EX_SAID, EX_THEN, tools=EX_AB), 0.2),
+        ],
+        "lost taken",
+        "",
+    ),
+    "a tool's result as a text and as parts": (
+        [
+            {
+                "system": EX_LONG,
+                "messages": [
+                    {"role": "user", "content": EX_ASK},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t1", "content": content}
+                        ],
+                    },
+                    *more,
+                ],
+            }
+            for content, more in (
+                ("bin", ()),
+                (
+                    [{"type": "text", "text": "bin"}],
+                    ({"role": "assistant", "content": "So."}, {"role": "user", "content": "x"}),
+                ),
+            )
+        ],
+        "extended",
+        "",
+    ),
+    "a reminder that moves into the result": (
+        [
+            {
+                "system": EX_LONG,
+                "messages": [
+                    {"role": "user", "content": EX_ASK},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+                    },
+                    {"role": "user", "content": parts},
+                    *more,
+                ],
+            }
+            for parts, more in (
+                (
+                    [
+                        {"type": "tool_result", "tool_use_id": "t1", "content": "bin " * 30},
+                        {"type": "text", "text": "<note>\nx\n</note>"},
+                    ],
+                    (),
+                ),
+                (
+                    [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t1",
+                            "content": "bin " * 30 + "\n\n<note>\nx\n</note>",
+                        }
+                    ],
+                    ({"role": "assistant", "content": "So."}, {"role": "user", "content": "x"}),
+                ),
+            )
+        ],
+        "rewritten turn 3 (tool) moved into the result",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EX_CURED)
+def test_explain_case(name: str) -> None:
+    steps, expected, cure = EX_CURED[name]
+    verdict = ex_play(steps)[-1]
+    place = verdict.where if verdict.name != "lost" and verdict.kind not in kvproxy.RETURNS else ""
+    assert " ".join(filter(None, (verdict.name, place, verdict.kind))) == expected
+    assert verdict.cure == cure and cure in verdict.line()
+
+
+@pytest.mark.parametrize("name", [name for name, row in EX_CURED.items() if "_REGEX" in row[2]])
+def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> None:
+    """What is set already did not help; what is switched off must be switched on first."""
+    steps, _, cure = EX_CURED[name]
+    setting, _, pattern = cure.partition("=")
+    known = {setting.lower(): (pattern[1:-1],)}
+    assert ex_play(steps, config=Config(**known))[-1].cure == ""
+    assert ex_play(steps, config=Config(scrub=False))[-1].cure == "SCRUB=1, which is off"
+    assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
+
+
+def test_explain_one_conversation_is_not_taken_for_another() -> None:
+    """Two chats that open with the same words go on by turns; nobody rewrote anything."""
+    a, b = ([ex_chat("hi", f"{name} hello", f"{name} more")] for name in "AB")
+    a += [ex_chat("hi", "A hello", "A more", "A yes", "A go on")]
+    b += [ex_chat("hi", "B hello", "B more", "B yes", "B go on")]
+    verdicts = ex_play([ex_chat("hi"), a[0], ex_chat("hi"), b[0], a[1], b[1]])
+    assert [verdict.name for verdict in verdicts].count("rewritten") == 0
+    assert [verdict.name for verdict in verdicts[4:]] == ["new branch", "new branch"]
+
+
+def test_explain_lost_in_the_numbers_of_the_case() -> None:
+    """Who came in between, what it shares, and what would have helped, at what price."""
+
+    def told(shared: int, own: int, more: int, **server: Any) -> str:
+        front = EX_LONG[:40] * shared
+        first = ex_chat("a" * own, system=front)
+        other = ex_chat("b" * more, system=front)
+        again = ex_chat("a" * own, "ok", "go on", system=front)
+        return ex_play([first, other, (again, 0.3, {"server": server} if server else {})])[
+            -1
+        ].advice
+
+    advice = told(100, 8000, 4000)
+    assert (
+        "another conversation came in between, which shares 1,000 of its 2,000 tokens (0.50)"
+        in advice
+    )
+    assert "with one slot, -np 2" in advice and "with several, -sps 0.51 keeps them apart" in advice
+    assert "at the price that new conversations start cold" in advice
+    assert "-sps" not in told(100, 8000, 4000, slots=1) and "-np 2" in told(
+        100, 8000, 4000, slots=1
+    )
+    assert "-np" not in told(100, 8000, 4000, slots=4)
+    assert "no -sps keeps two apart" in told(100, 1000, 4, slots=4)
+    assert "--cache-ram" in told(1, 8000, 9000, slots=4)
+
+
 EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
+    "tags": (ex_chat("### Task:\nGenerate 1-3 broad tags for the chat."), {}, "tags"),
+    "queries": (
+        ex_chat("### Task:\nDecide on the necessity of generating search queries for it."),
+        {},
+        "queries",
+    ),
+    "autocompletion": (ex_chat("### Task:\nYou are an autocompletion system."), {}, "completion"),
+    "follow-ups": (
+        ex_chat("### Task:\nSuggest 3-5 relevant follow-up questions."),
+        {},
+        "suggestion",
+    ),
     "title by its words": (
         ex_chat("Please write a 5-word title for this conversation:\nhi"),
         {},
@@ -6631,7 +7008,7 @@ def test_explain_side_request(name: str) -> None:
 def ex_empty(ledger: kvproxy.Ledger) -> bool:
     while ledger.entries:
         ledger.forget()
-    return ledger.size == 0 and not (ledger.index or ledger.latest)
+    return ledger.size == 0 and not ledger.index
 
 
 def test_explain_ledger_memory() -> None:
@@ -6653,6 +7030,56 @@ def test_explain_ledger_memory() -> None:
     assert ex_empty(ledger)
 
 
+def test_explain_ledger_counts_what_texts_take() -> None:
+    """One emoji makes each character of a text take four bytes."""
+    ledger = kvproxy.Ledger(4 << 20)
+    ex_play([ex_chat(f"{number} \U0001f600 " + "x" * 100000) for number in range(30)], ledger)
+    held = {
+        id(text): sys.getsizeof(text) for entry in ledger.entries.values() for text in entry.texts
+    }
+    assert ledger.limit / 2 < sum(held.values()) <= ledger.size <= ledger.limit
+
+
+def test_explain_prompts_make_no_reference_cycles() -> None:
+    """What is explained and kept goes when it is dropped, without the garbage collector."""
+
+    def explain() -> None:
+        metrics, ledger = kvproxy.Metrics(Config(keep_requests=2)), kvproxy.Ledger(64 << 20)
+        for verdict in ex_play([ex_chat(EX_HI), EX_OTHER, EX_NEXT, (EX_NEXT, 0.0)], ledger):
+            exchange = ex_done(1)
+            exchange.verdict = verdict
+            metrics.count(exchange)
+            kvproxy.log_lines(exchange)
+
+    explain()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        explain()
+        gc.collect()
+        assert not [one for one in gc.garbage if type(one).__module__ == "kvproxy"]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_explain_ledger_compares_texts_outside_of_its_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, held, compare = kvproxy.Ledger(64 << 20), [], kvproxy.common_prefix
+
+    def watched(a: str, b: str) -> int:
+        held.append(ledger.lock.locked())
+        return compare(a, b)
+
+    monkeypatch.setattr(kvproxy, "common_prefix", watched)
+    for steps, _ in EX_VERDICTS.values():
+        ex_play(steps, ledger)
+    assert held and not any(held)
+
+
 def test_explain_ledger_keeps_equal_beginnings_once() -> None:
     ledger = kvproxy.Ledger(64 << 20)
     ex_play([ex_chat("x" * 1000000, *(["ok", "more"] * n)) for n in range(30)], ledger)
@@ -6666,25 +7093,24 @@ def test_explain_ledger_does_not_slow_down() -> None:
 
     def calls(entries: int) -> int:
         ledger, count = kvproxy.Ledger(256 << 20), 0
+
+        def prompt(talk: str, start: str, text: str) -> kvproxy.Prompt:
+            one = ex_prompt(ex_chat(text, system=EX_LONG + start))
+            one.conversation = talk
+            return one
+
         for number in range(entries):
-            segments = [
-                kvproxy.Segment("system", EX_LONG + str(number % 7)),
-                kvproxy.Segment("turn 1 (user)", f"q {number}"),
-            ]
-            ledger.judge(segments, f"talk {number}")
+            ledger.judge(prompt(f"talk {number}", str(number % 7), f"q {number}"))
 
         def profile(frame: Any, event: str, arg: Any) -> None:
             nonlocal count
             count += event in ("call", "c_call")
 
-        fresh = [
-            [kvproxy.Segment("system", EX_LONG + start), kvproxy.Segment("turn 1 (user)", "new")]
-            for start in ("3", "x")
-        ]
+        fresh = [prompt("new", start, "new") for start in ("3", "x")]
         sys.setprofile(profile)
         try:
-            for segments in fresh:
-                ledger.judge(segments, "new")
+            for one in fresh:
+                ledger.judge(one)
         finally:
             sys.setprofile(None)
         return count
@@ -6718,8 +7144,8 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
     slot: list[bytes] = []
 
     def script(link: Link, seen: Seen) -> None:
-        if seen.method != "POST":
-            return usage_answer(link, seen)
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
         words = seen.body.split()
         cached = next(
             (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
@@ -6746,6 +7172,8 @@ def ex_scripted(*numbers: Any) -> Script:
     left = list(numbers)
 
     def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
         number = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(number, int):
             return link.reply({"error": {"message": "Loading model"}}, number)
@@ -6762,6 +7190,51 @@ def ex_scripted(*numbers: Any) -> Script:
     return script
 
 
+def ex_llama(render: Callable[[ExJson], str], slots: int = 4) -> Script:
+    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
+    its slots, renders and counts as llama-server does."""
+    held: list[str] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            props = {"total_slots": slots, "model_path": "m.gguf"}
+            return link.reply(props if seen.target == "/props" else EX_MODELS)
+        body = seen.json()
+        if seen.target == "/tokenize":
+            return link.reply({"tokens": body["content"].split()})
+        if seen.target == "/apply-template":
+            return link.reply({"prompt": render(body)})
+        words = render(body).split()
+        cached = len(os.path.commonprefix([held, words]))
+        held[:] = words
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
+        return link.reply({"choices": [{"message": {"content": "ok"}}], "timings": timings})
+
+    return script
+
+
+def ex_template(body: ExJson, thinking: bool = True) -> str:
+    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
+    only, as Qwen3.5's does."""
+    told, messages = "", body["messages"]
+    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
+    for n, one in enumerate(messages):
+        thought = (
+            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
+        )
+        calls = json.dumps(one.get("tool_calls") or "")
+        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
+    return told + "<assistant> "
+
+
+def ex_loop(steps: int, *more: Any) -> ExJson:
+    """A chat in which `steps` calls were made; what a person says next may follow."""
+    turns: list[Any] = [EX_HI]
+    for step in range(steps):
+        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
+    return ex_chat(*turns, *more)
+
+
 def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[ExJson]:
     """The requests of a conversation that only grows."""
     said: list[str] = []
@@ -6776,10 +7249,12 @@ def ex_exchange(
     rig_: Rig, path: str, bodies: list[Any], headers: str = ""
 ) -> list[kvproxy.Exchange]:
     """Send requests one after the other and return what is remembered of all."""
+    count = rig_.proxy.metrics.number
     for body in bodies:
         rig_.post(path, body, headers)
-        rig_.finished(len(rig_.server.seen))
-    return rig_.finished(len(rig_.server.seen))
+        count += 1
+        rig_.finished(count)
+    return rig_.finished(count)
 
 
 EX_CHAT_PATH = "/v1/chat/completions"
@@ -6829,9 +7304,9 @@ def test_explain_log_line(rig: Any) -> None:
     )
     assert one.log.lines == [
         "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
-        + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold",
+        + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold (first prompt)",
         "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
-        + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended",
+        + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended (user turn)",
     ]
 
 
@@ -6845,11 +7320,11 @@ def test_explain_log_second_line(rig: Any) -> None:
     ex_exchange(one, EX_CHAT_PATH, [first[0], second[1], second[2], title])
     lines = [line.split(" | ")[-1] for line in one.log.lines]
     assert lines == [
-        "cold",
-        "rewritten",
-        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'",
-        "lost",
-        f"    {kvproxy.ADVICE['checkpoint']}",
+        "cold (first prompt)",
+        "rewritten (user turn)",
+        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'; LIFT_REGEX='^Token gauge: .*$'",
+        "lost (user turn)",
+        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
         "cold (title)",  # no second line: a side request is no fault
     ]
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
@@ -7009,22 +7484,44 @@ def test_explain_warning_is_logged(rig: Any) -> None:
 
 
 def test_explain_time_saved() -> None:
-    """Tokens reused times the median of the measured ms per token; nothing measured, nothing
-    claimed."""
+    """Tokens that would not have been reused without kvproxy, at the rate of all long reads;
+    nothing measured, nothing claimed."""
     metrics = kvproxy.Metrics(Config())
     metrics.count(ex_done(900))
     assert metrics.saved == 0
     metrics.count(ex_done(0, 1000, "cold", ms=2000.0))
     metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
     assert metrics.saved == pytest.approx(990 * 2 / 1000)
-    timed = ex_done(0, 1000, "cold")
-    timed.stream, timed.sent, timed.begun = (
-        True,
-        10.0,
-        14.0,
-    )  # no prompt_ms (Anthropic): the first event tells
+    half = ex_done(990, 1000)
+    half.straight = 0.5  # so much the client's own bodies had in common
+    metrics.count(half)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    unedited = ex_done(990, 1000)
+    unedited.straight = 0.95
+    metrics.count(unedited)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    timed = ex_done(0, 3000, "cold")
+    # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
     metrics.count(timed)
-    assert list(metrics.rates) == [2.0, 4.0]
+    metrics.count(ex_done(1000, 1000))
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
+
+
+def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
+    """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
+    does."""
+
+    def body(turn: int, ident: str) -> ExJson:
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident}
+        system = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
+        return ex_talk(turn + 1, system + EX_LONG * 20)[-1]
+
+    for ids, some in (("aaaa", False), ("abcd", True)):
+        one = rig(ex_caching())
+        ex_exchange(one, EX_CHAT_PATH, [body(turn, ident) for turn, ident in enumerate(ids)])
+        assert (one.proxy.metrics.saved > 5) == some
+        assert [found.verdict.name for found in one.finished(4)[1:]] == ["extended"] * 3
 
 
 def test_explain_bodies_kept_are_bounded() -> None:
@@ -7085,8 +7582,7 @@ def test_explain_page(rig: Any) -> None:
         and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
     )
     assert main.count("<li>") == 8
-    saved = one.proxy.metrics.saved
-    assert saved > 0 and kvproxy.duration(saved) in main
+    assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
     for name, default, meaning in Config.table():  # every setting, with the value in force
         assert f"<code>{name}</code>" in text and kvproxy.html.escape(meaning) in text, default
     assert "<code>30</code>" in text
@@ -7449,7 +7945,7 @@ def ex_metrics(text: str) -> dict[str, float]:
 
 def test_explain_metrics(rig: Any) -> None:
     one = rig(
-        ex_scripted((0, 1000, 2000.0), (900, 100, 200.0), (0, 1000, 2000.0), None, 503),
+        ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
         **STAMPED_OFF,
     )
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
@@ -7472,13 +7968,13 @@ def test_explain_metrics(rig: Any) -> None:
         'kvproxy_edits_total{kind="regex_removed"}': 1,
         'kvproxy_untouched_total{reason="not JSON"}': 0,
         'kvproxy_untouched_total{reason="not UTF-8"}': 1,
-        'kvproxy_prompt_tokens_total{state="reused"}': 900,
+        'kvproxy_prompt_tokens_total{state="reused"}': 1000,
         'kvproxy_prompt_tokens_total{state="read"}': 2100,
-        "kvproxy_saved_seconds_total": 1.8,
-        "kvproxy_hit_ratio": 0.3,
+        "kvproxy_hit_ratio": 1000 / 3100,
         "kvproxy_running_requests": 0,
     }.items():
         assert found.get(sample, 0) == pytest.approx(value), sample
+    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
     assert found["kvproxy_ledger_bytes"] > 1000 and found[
         "kvproxy_start_time_seconds"
     ] == pytest.approx(time.time(), abs=600)
@@ -7489,7 +7985,7 @@ def test_explain_metrics(rig: Any) -> None:
     }
     assert len(families) == len(kvproxy.METRIC_HELP)
     assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
-        "kvproxy_hit_ratio": pytest.approx(0.3)
+        "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
     }
 
 
@@ -7519,7 +8015,7 @@ def test_explain_pages_by_method(rig: Any, path: str) -> None:
     assert (
         peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
     )  # the body was read
-    assert len(one.server.seen) == 1
+    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -7692,7 +8188,9 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
         None,
         "lost",
     ]
-    assert found[2].verdict is not None and found[2].verdict.advice == kvproxy.ADVICE["away"]
+    assert found[2].verdict is not None and found[2].verdict.advice.endswith(
+        kvproxy.advice("away", Config())
+    )
     assert one.proxy.ledger.count == 2
 
 
@@ -7706,7 +8204,121 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
         "cold",
         "lost",
     ]
-    assert found[3].verdict is not None and found[3].verdict.advice == kvproxy.ADVICE["taken"]
+    assert found[3].verdict is not None and (
+        "another conversation came in between" in found[3].verdict.advice
+    )
+
+
+def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
+    """The client did its part; the place and what helps are told, in the log as well."""
+    one = rig(ex_llama(ex_template), log_level="info")
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [ex_loop(1), ex_loop(2), ex_loop(2, *done)],
+        "Authorization: Bearer k1\r\n",
+    )
+    names = [exchange.verdict.title() for exchange in found]
+    assert names == ["cold (tool step)", "extended (tool step)", "template (user turn)"]
+    verdict = found[2].verdict
+    assert verdict.where == "turn 2 (assistant)" and verdict.expected == found[1].usage.prompt
+    assert one.log.lines[-1].strip() == verdict.advice
+    assert "renders turn 2 (assistant) otherwise than before ('<think>" in verdict.advice
+    assert "--chat-template-file" in verdict.advice
+    asked = [seen for seen in one.server.seen if seen.target == "/apply-template"]
+    assert [seen.get("Authorization") for seen in asked] == [
+        "Bearer k1"
+    ] * 2  # once, for both bodies
+
+
+def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
+    """The server's slots are known by then, and advice names none that there are."""
+    one = rig(ex_llama(lambda body: ex_template(body, False)))
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(1), other, ex_loop(2)])
+    verdict = found[2].verdict
+    assert (verdict.name, verdict.kind) == ("lost", "taken")
+    assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
+    assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) -> None:
+    """Questions wait for an idle server; when it does not get idle, the words are those known."""
+    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
+    held = threading.Event()
+    serve = ex_llama(ex_template)
+
+    def script(link: Link, seen: Seen) -> None:
+        if b"wait for it" in seen.body:
+            held.wait(PATIENCE)
+        serve(link, seen)
+
+    one = rig(script)
+    peer = one.connect()
+    body = json.dumps(ex_chat("wait for it", system="")).encode()
+    peer.send(
+        b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        % (EX_CHAT_PATH.encode(), len(body))
+        + body
+    )
+    wait_for(lambda: one.server.seen)
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(2), ex_loop(2, *done)])
+    assert found[1].verdict.name == "lost"
+    assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
+    held.set()
+
+
+def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
+    """A prompt that the client only went on with, sent in another form: here because the proxy was
+    started anew with other settings in between."""
+    one = rig(ex_llama(ex_template))
+    stamped = [
+        ex_chat(f"[Wed 2026-02-18 20:48 UTC] {EX_HI}", *more) for more in ((), ("ok", EX_MORE))
+    ]
+    ex_exchange(one, EX_CHAT_PATH, stamped[:1])
+    one.proxy.scrubber.apply = lambda view, report: (
+        setattr(report, "regex_removed", 1)
+        or [
+            slot.set(slot.get().replace("file", "picture"))
+            for turn in view.turns
+            for slot in turn.slots()
+        ]
+    )
+    verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
+    assert (
+        verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
+    )
+
+
+def test_explain_without_numbers_the_pace_is_told(rig: Any) -> None:
+    """Time to the first byte for each 1,000 characters, against the conversation's first request."""
+    one = rig(ex_scripted(None), log_level="info")
+    found = ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
+    told = [exchange.verdict.line() for exchange in found]
+    assert told[0] == ""  # a first prompt has nothing to be held against
+    pattern = r"first byte after \d+\.\d s, \d+ ms for each 1,000 characters; \d+ ms in this conversation's first request"
+    assert all(re.fullmatch(pattern, line) for line in told[1:])
+    assert one.log.lines[-1].strip() == told[2]
+
+
+def test_explain_where_a_prompt_goes(rig: Any) -> None:
+    """System, tools and turns in tokens: counted by a server that can, else estimated and said so."""
+    body = ex_chat(
+        "one two three", system="be good", tools=[ex_tool(f"t{n}", "x" * 50 * n) for n in range(7)]
+    )
+    for script, estimated in ((ex_llama(ex_template), False), (ex_scripted(None), True)):
+        one = rig(script)
+        ex_exchange(one, EX_CHAT_PATH, [body])
+        found = one.get("/kvproxy/requests/1").json()["where it goes"]
+        assert found["estimated"] is estimated
+        assert list(found["largest tools"]) == ["t6", "t5", "t4", "t3", "t2"]
+        assert sum(found["largest tools"].values()) <= found["tools"]
+        if not estimated:
+            assert (found["system"], found["turns"]) == (2, 3)
+        else:
+            assert found["tools"] > found["turns"] > found["system"] > 0
 
 
 def test_explain_side_request_by_header(rig: Any) -> None:
@@ -8346,15 +8958,16 @@ def test_explain_inspect_capture() -> None:
     text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
     rows, findings = ex_rows_of(text)
     assert [row["what"].split(":")[0] for row in rows] == [
-        "cold",
-        "rewritten",
-        "rewritten",
+        "cold (first prompt)",
+        "rewritten (user turn)",
+        "rewritten (user turn)",
         "cold (title)",
     ]
     assert (
         rows[3]["cause"] == ""
         and rows[1]["what"]
-        == "rewritten: changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        == "rewritten (user turn): changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        "; LIFT_REGEX='^Token gauge: .*$'"
     )
     assert (
         rows[0]["name"] == "chat/completions, 2 items"
@@ -8413,7 +9026,7 @@ def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
     bodies: list[ExJson] = []
     turns: list[ExJson] = []
     for day in range(5):
-        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG}"
+        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG * 2}"
         turns = [*turns, {"role": "user", "content": f"question {day}"}]
         leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
         name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
@@ -8436,7 +9049,7 @@ def test_explain_inspect_numbers_that_are_none(number: str) -> None:
     rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
         "requests"
     ]
-    assert code == 0 and [row["what"] for row in rows] == ["cold"]
+    assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
 
 
 def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
@@ -8445,24 +9058,24 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(
         ex_scripted(
-            (0, 1000, 2000.0), (990, 50, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
+            (0, 1000, 2000.0), (998, 42, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
         ),
         capture_file=str(path),
     )
     talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
     ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], talk[2], talk[3], talk[3], talk[4], other[0]])
     rows, findings = ex_rows_of(path.read_bytes())
-    whats = [row["what"].split(":")[0] for row in rows]
+    whats = [re.split(r": | \(", row["what"])[0] for row in rows]
     assert whats == ["cold", "extended", "lost", "status 503", "lost", "extended", "cold"]
     assert [(row["tokens"], row["read"], row["ms"], row["estimated"]) for row in rows[:3]] == [
-        (1000, 1000, 2000.0, False), (1040, 50, 100.0, False), (1100, 1100, 2200.0, False),
+        (1000, 1000, 2000.0, False), (1040, 42, 100.0, False), (1100, 1100, 2200.0, False),
     ]  # fmt: skip
     assert rows[3]["tokens"] is None and rows[5]["estimated"]
     assert {found["cause"]: found["tokens"] for found in findings} == {
         "lost, checkpoint": 1100,
         "lost, away": 1200,
     }
-    assert findings[0]["advice"] == kvproxy.ADVICE["away"] + "."
+    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()) + ".")
 
 
 @pytest.mark.parametrize(
@@ -8489,7 +9102,7 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
 )
 def test_explain_inspect_dialects(path: str, body: ExJson) -> None:
     rows, findings = ex_rows_of(ex_captured(body, body, path=path))
-    assert [row["what"] for row in rows] == ["cold", "extended"] and findings == []
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
 
 
 EX_ODD_LINES: dict[str, bytes] = {
@@ -8536,7 +9149,7 @@ def test_explain_inspect_takes_any_input(name: str) -> None:
         + b"\n"
         + ex_captured(ex_chat("hi", "ok", "x")).encode()
     )
-    assert [row["what"] for row in rows] == ["cold", "extended"]
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"]
 
 
 def test_explain_inspect_odd_members() -> None:
@@ -8549,9 +9162,8 @@ def test_explain_inspect_odd_members() -> None:
         ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"}
     )
     rows, _ = ex_rows_of(text)
-    assert [row["what"] for row in rows] == ["cold", "status ?", "extended", "extended"] and rows[
-        3
-    ]["ms"] is None
+    whats = [row["what"].split(" (")[0] for row in rows]
+    assert whats[:3] == ["cold", "status ?", "extended"] and rows[3]["ms"] is None
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
@@ -8568,7 +9180,7 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
     talk = [ex_chat("a", "ok", greetings[0]), ex_chat("a", "ok", greetings[1], "ok", "y")]
-    path.write_text(ex_captured(*talk) * 3000)
+    path.write_text(ex_captured(*talk) * 500)
     command = [sys.executable, kvproxy.__file__, "inspect"]
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
@@ -8583,7 +9195,7 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
         ran = subprocess.run(
             [*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False
         )
-    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 6000
+    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 1000
     assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in ran.stdout
 
 
@@ -8592,7 +9204,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
 ) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
     line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
-    left, alive, most = 3000, 0, 0
+    left, alive, most = 1000, 0, 0
 
     class Row(dict):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -8606,6 +9218,9 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
             alive -= 1
 
     class Endless(io.RawIOBase):
+        def peek(self, size: int) -> bytes:
+            return line[:size]
+
         def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
             nonlocal left
             assert size is not None and 0 < size <= 64 << 20
@@ -8619,7 +9234,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
     )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert kvproxy.main(["inspect", "-"]) == 0
-    assert out.getvalue().count("\n") > 3000 and most < 10
+    assert out.getvalue().count("\n") > 1000 and most < 10
 
 
 # --- inspect: llama-server's logs -----------------------------------------------------------------
@@ -8717,7 +9332,7 @@ EX_OLD_ROWS = [
         None,
         5250.0,
         "the slot held a similar prompt, but most was read again",
-        "not kept",
+        "not all kept",
     ),
     (
         0,
@@ -8726,8 +9341,8 @@ EX_OLD_ROWS = [
         0.9,
         0.2,
         250.0,
-        "reused, and most of what the slot held was thrown away (-sps 0.6)",
-        "",
+        "a part of what the slot held was thrown away",
+        "slot cut",
     ),
 ]
 
@@ -8771,7 +9386,7 @@ def test_explain_inspect_log(kind: str, prefix: str) -> None:
     rows, findings = ex_rows_of(text)
     fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
     assert [
-        (int(row["name"].removeprefix("slot ")), *(row[field] for field in fields)) for row in rows
+        (int(row["name"].rsplit(" ", 1)[1]), *(row[field] for field in fields)) for row in rows
     ] == expected
     causes = {row[-1]: row[2] for row in expected if row[-1]}
     assert {found["cause"]: found["tokens"] for found in findings} == causes
@@ -8925,7 +9540,8 @@ def test_explain_check_llama_server(
     )
     flat = " ".join(out.split())
     assert (
-        "-np 4 -sps 0.6" in flat
+        "-np 2" in flat
+        and "-sps" not in flat
         and "--cache-ram" in flat
         and "16,384 tokens of context a slot is less than agents send" in flat
     )
@@ -8942,7 +9558,7 @@ def test_explain_check_of_several_slots(
     assert (
         code == 0
         and "cache_prompt is off" in out
-        and "-sps 0.6" in out
+        and "-sps" not in out
         and "less than agents send" not in out
     )
 
