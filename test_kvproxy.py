@@ -8162,12 +8162,12 @@ def relay_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
 def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
     poll)."""
-    if request.param == "rdhup" and not kvproxy.Pair.GONE:
+    if request.param == "rdhup" and not kvproxy.HUNG_UP:
         pytest.skip("there is no POLLRDHUP here")
     if request.param != "rdhup":
-        monkeypatch.setattr(kvproxy.Pair, "GONE", 0)
+        monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
     if request.param == "select":
-        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
+        monkeypatch.setattr(kvproxy, "poll", kvproxy.poll_by_select)
     return str(request.param)
 
 
@@ -8947,8 +8947,8 @@ def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
 def test_relay_idle_connection_and_idle_body_are_given_up(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvproxy, "KEEP_IDLE", 0.1)
-    monkeypatch.setattr(kvproxy, "BODY_IDLE", 0.1)
+    monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
     made = rig()
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert peer.response("GET").status == 200
@@ -9760,7 +9760,7 @@ def test_relay_reader_that_stops_for_good_is_given_up(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is freed after a while."""
-    monkeypatch.setattr(kvproxy, "SEND_LIMIT", 0.5)
+    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.5)
 
     def script(link: Link, seen: Seen) -> None:
         link.stream()
@@ -10547,8 +10547,8 @@ def relay_left_over() -> dict[str, int]:
     kinds = (
         kvproxy.Relay,
         kvproxy.Upstream,
-        kvproxy.Wire,
-        kvproxy.Pair,
+        kvproxy.Response,
+        kvproxy.Stream,
         kvproxy.Tap,
         kvproxy.Exchange,
     )
