@@ -2704,7 +2704,11 @@ class BadMessage(http.client.HTTPException):
 
 
 class TooLong(BadMessage):
-    """A part of a message that is longer than its limit."""
+    """A head or a line that is longer than its limit."""
+
+
+class BodyTooLong(Exception):
+    """A body that is longer than its limit."""
 
 
 class Refused(Exception):
@@ -2825,6 +2829,9 @@ class Stream(io.RawIOBase):
     def makefile(self, mode: str, size: int = BUFFER) -> Any:
         return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
 
+    def flush(self) -> None:
+        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+
     def close(self) -> None:
         if not self.closed:
             with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
@@ -2892,7 +2899,7 @@ def body_length(headers: http.client.HTTPMessage) -> int | None:
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Piece]:
     """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
 
-    Raises BadMessage, TooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
+    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
     look at what ends a chunk, and takes the connection's end for the end of the trailers."""
     while True:
         line = read_line(file, CHUNK_LINE_LIMIT)
@@ -2904,7 +2911,7 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Piece]:
             break
         limit -= size
         if limit < 0:
-            raise TooLong("the body is too long")
+            raise BodyTooLong
         left, end = size + 2, b""  # a line end follows the payload
         while left:
             data = file.read1(min(left, PIECE_BYTES))
@@ -3441,7 +3448,7 @@ class Relay(BaseHTTPRequestHandler):
                 data = self.receive(min(1 << 20, length - len(body)))
                 body += data
                 self.hold(len(data))
-        except TooLong:
+        except BodyTooLong:
             raise self.too_long() from None
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
