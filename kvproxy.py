@@ -2737,32 +2737,38 @@ READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
-def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """Wait for sockets, {descriptor: events}; returns those that are ready, in the same form.
+class SelectPoll:
+    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
+    itself takes no descriptor above 1023 elsewhere."""
 
-    `selectors` has no POLLRDHUP, and select.select() takes no descriptor above 1023."""
-    poller = select.poll()
-    for descriptor, events in wanted.items():
-        poller.register(descriptor, events)
-    return dict(poller.poll(seconds * 1000))
+    def __init__(self) -> None:
+        self.wanted: dict[int, int] = {}
+
+    def register(self, sock: socket.socket, events: int) -> None:
+        self.wanted[sock.fileno()] = events
+
+    modify = register
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
+        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
+        if not reads and not writes:  # Windows does not take three empty lists
+            time.sleep(milliseconds / 1000)
+        else:
+            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
+        ready = {*reads, *writes}
+        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
 
 
-def poll_by_select(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """poll() for Windows, where the numbers of descriptors do not matter."""
-    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
-    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
-    if not reads and not writes:  # on Windows select() does not take three empty lists
-        time.sleep(seconds)
-        return {}
-    reads, writes, _ = select.select(reads, writes, [], seconds)
-    found = dict.fromkeys(reads, READ)
-    for descriptor in writes:
-        found[descriptor] = found.get(descriptor, 0) | WRITE
-    return found
+Poll: Any = getattr(select, "poll", SelectPoll)
 
 
-if not hasattr(select, "poll"):
-    poll = poll_by_select
+def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
+    """Wait for a socket; the events that came, 0 when none did."""
+    poller = Poll()
+    poller.register(sock, events)
+    found = poller.poll(1000 * max(0.0, seconds))
+    return found[0][1] if found else 0
 
 
 def never_wait(events: int) -> None:
@@ -2774,8 +2780,8 @@ class Stream(io.RawIOBase):
     """A connected socket as a file that calls `wait(events)` where it would block.
 
     That is what lets the relay wait for both of its sockets at once. It stands in for the socket
-    in http.server (makefile) and in http.client (makefile, sendall, close). With TLS a socket can
-    be readable without a byte for us, so it is always tried first. `gone` is the kind of exception
+    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
+    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
     that a broken connection raises."""
 
     def __init__(
@@ -2784,6 +2790,8 @@ class Stream(io.RawIOBase):
         self.sock, self.wait, self.gone = sock, wait, gone
         self.received = 0  # bytes; whoever cares sets it to 0
         self.ahead = bytearray()  # bytes read before anyone asked for them
+        self.tls = hasattr(sock, "pending")
+        self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
     def readable(self) -> bool:
@@ -2801,6 +2809,8 @@ class Stream(io.RawIOBase):
             buffer[:size] = self.ahead[:size]
             del self.ahead[:size]
             return size
+        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+            self.wait(READ)
         while True:
             try:
                 size = self.sock.recv_into(buffer)
@@ -2810,6 +2820,7 @@ class Stream(io.RawIOBase):
                 raise self.gone(str(error)) from None
             else:
                 self.received += size
+                self.drained = size < len(buffer) and not self.tls
                 return size
 
     def write(self, data: Any) -> int:
@@ -2902,9 +2913,11 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Piece]:
     Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
     look at what ends a chunk, and takes the connection's end for the end of the trailers."""
     while True:
-        line = read_line(file, CHUNK_LINE_LIMIT)
+        line = file.readline(CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
+            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
+                raise EOFError("the connection ended before a chunk")
             raise BadMessage("bad chunk size")
         size = int(found[1], 16)
         if not size:
@@ -3009,13 +3022,12 @@ class Response(http.client.HTTPResponse):
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Piece]:
-        """The body as it comes; where only closing tells its end, coded in chunks.
+        """The body as it comes; where only closing tells its end, coded in chunks."""
+        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
 
-        Raises EOFError when it is cut: read1() would hide that."""
-        assert self.fp is not None
-        if self.chunked:
-            yield from read_chunks(self.fp)
-        elif self.length is None:
+    def plain_pieces(self) -> Iterator[Piece]:
+        """Raises EOFError when the body is cut: the library's read1() hides that."""
+        if self.length is None:
             while data := self.fp.read1(PIECE_BYTES):
                 yield b"%x\r\n%s\r\n" % (len(data), data), data, False
             yield b"0\r\n\r\n", b"", True
@@ -3071,13 +3083,7 @@ class Upstream(http.client.HTTPConnection):
 
     def silent(self) -> bool:
         """Whether nothing has come on an idle connection: what comes there is its end."""
-        try:
-            self.sock.readinto(bytearray(1))
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            pass
-        return False
+        return not poll_one(self.sock, READ, 0)
 
     def answered(self) -> bool:
         """Read ahead while the request is still being sent: whether the final answer has begun, or
@@ -3186,8 +3192,10 @@ class Relay(BaseHTTPRequestHandler):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
-        self.upstream: Upstream | None = None
-        self.watched = READ | HUNG_UP  # events of the client while the server is waited for
+        self.upstream: Any = None  # an Upstream, while a request is served
+        self.poller = Poll()  # of both sockets
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
         self.patience = self.proxy.config.header_timeout  # seconds until the next request
         self.until = 0.0  # on the monotonic clock: the client has to send by then
         self.in_body = False  # what it has to send is a request's body
@@ -3256,9 +3264,8 @@ class Relay(BaseHTTPRequestHandler):
     def wait_for_client(self, events: int) -> None:
         """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
         when it does not read, Answered when the server's answer comes before the whole request."""
-        client, upstream = self.socket.fileno(), self.upstream
         if events == WRITE:
-            if not poll({client: WRITE}, SEND_SECONDS):
+            if not poll_one(self.socket, WRITE, SEND_SECONDS):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
@@ -3266,45 +3273,62 @@ class Relay(BaseHTTPRequestHandler):
         if self.in_body:
             more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
             left = min(BODY_SECONDS, left + more)
-        wanted = {client: READ}
-        if upstream is not None:
-            wanted[upstream.sock.fileno()] = READ
-        found = poll(wanted, max(0.0, left))
+        if self.upstream is None:
+            if not poll_one(self.socket, READ, left):
+                raise TimeoutError
+            return
+        self.watch(READ | HUNG_UP)
+        found = dict(self.poller.poll(1000 * max(0.0, left)))
         if not found:
             raise TimeoutError
-        if upstream is not None and client not in found and upstream.answered():
+        if self.socket.fileno() not in found and self.upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
         """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
         Answered when the server answers what it has not read yet."""
-        self.flush()
-        timeout = self.proxy.config.read_timeout
+        if self._headers_buffer:
+            self.flush_headers()
+        self.wfile.flush()
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ | WRITE)
+        happened, seconds = 0, self.proxy.config.read_timeout
         if not self.explained:
-            if self.server_ready(events, min(QUIET_SECONDS, timeout)):
-                return
-            self.explained = True
-            self.proxy.quiet(self.exchange)
-        if not self.server_ready(events, timeout):
-            raise TimeoutError(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-
-    def server_ready(self, events: int, seconds: float) -> bool:
-        assert self.upstream is not None
-        client, server = self.socket.fileno(), self.upstream.sock.fileno()
-        while found := poll({client: self.watched, server: events | READ}, seconds):
-            self.check_client(found.get(client, 0))
-            if found.get(server, 0) & ~WRITE and events == WRITE and self.upstream.answered():
+            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            if not happened:
+                self.explained = True
+                self.proxy.quiet(self.exchange)
+        happened = happened or self.server_events(seconds)
+        if not happened:
+            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ)
+            if happened & ~WRITE and self.upstream.answered():
                 raise Answered
-            if server in found:
-                return True
-        return False
+
+    def server_events(self, seconds: float) -> int:
+        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
+        while found := self.poller.poll(1000 * seconds):
+            if found == self.readable:  # as a rule
+                return READ
+            events = dict(found)
+            happened: int = events.pop(self.readable[0][0], 0)
+            for hint in events.values():
+                self.check_client(hint)
+            if happened:
+                return happened
+        return 0
 
     def watch_client(self, seconds: float = 0.0) -> None:
         """Wait so long; raises ClientGone as soon as the client hangs up."""
         until = time.monotonic() + seconds
-        client = self.socket.fileno()
-        while found := poll({client: self.watched}, max(0.0, until - time.monotonic())):
-            self.check_client(found[client])
+        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
+            self.check_client(events)
+
+    def watch(self, events: int) -> None:
+        """Which events of the client are looked for while the server is waited for."""
+        self.watched = events
+        self.poller.modify(self.socket, events)
 
     def check_client(self, events: int) -> None:
         """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
@@ -3320,7 +3344,7 @@ class Relay(BaseHTTPRequestHandler):
             return
         except OSError:
             raise ClientGone from None
-        self.watched = HUNG_UP  # else poll would tell of these bytes again and again
+        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
 
     # --- reading a request ------------------------------------------------------------------------
 
@@ -3609,7 +3633,11 @@ class Relay(BaseHTTPRequestHandler):
         on as they come. Raises RemoteDisconnected when the server closes without a byte."""
         stream = upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
-        self.upstream, self.watched = upstream, READ | HUNG_UP
+        self.upstream, self.poller = upstream, Poll()
+        self.poller.register(stream, READ)
+        self.readable = [(stream.fileno(), READ)]
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
         try:
             self.watch_client()  # it may have left while the server was connected to
             self.send_request(exchange, upstream, streamed)
@@ -3667,7 +3695,7 @@ class Relay(BaseHTTPRequestHandler):
             begun = time.monotonic()
             upstream.send(data)
             self.until += time.monotonic() - begun  # the server's time is not the client's
-        self.watched = READ | HUNG_UP
+        self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
@@ -3713,7 +3741,8 @@ class Relay(BaseHTTPRequestHandler):
                 tap.add(payload)
             if last:
                 self.proxy.heard(exchange)
-            self.flush_headers()
+            if self._headers_buffer:
+                self.flush_headers()
             self.wfile.write(payload if old else received)
         self.flush()
 

@@ -8152,7 +8152,7 @@ def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param != "rdhup":
         monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
     if request.param == "select":
-        monkeypatch.setattr(kvproxy, "poll", kvproxy.poll_by_select)
+        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
     return str(request.param)
 
 
@@ -10151,6 +10151,7 @@ def test_relay_too_many_requests_at_a_time(rig: Callable[..., Rig]) -> None:
     ended.set()
     for peer in held:
         peer.until(b"\r\n0\r\n\r\n")
+    wait_for(lambda: not made.proxy.running, "the requests to end")
     assert made.get("/").status == 200
 
 
