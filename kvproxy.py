@@ -415,7 +415,6 @@ class Turn:
     holder: Json
     key: str
     item: Json | None
-    found: list[Slot] | None = None  # slots()
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
     mark: tuple[str | None, int] | None = (
@@ -434,7 +433,7 @@ class Turn:
 
     def changed(self) -> None:
         """Forget what was found out about it."""
-        self.found = self.raw = self.mark = self.told = None
+        self.raw = self.mark = self.told = None
 
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
@@ -450,20 +449,17 @@ class Turn:
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, in order; tool calls and tool results are
         not among them."""
-        if self.found is None:
-            content = self.holder.get(self.key)
-            found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
-            for index, part in enumerate(content if isinstance(content, list) else ()):
-                if isinstance(part, str):
-                    found.append(Slot(self, content, index))
-                elif (
-                    isinstance(part, dict)
-                    and part.get("type") in TEXT_PARTS
-                    and isinstance(part.get("text"), str)
-                ):
+        content = self.holder.get(self.key)
+        if isinstance(content, str):
+            return [Slot(self, self.holder, self.key)]
+        found = []
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, str):
+                found.append(Slot(self, content, index))
+            elif isinstance(part, dict) and isinstance(part.get("text"), str):
+                if part.get("type") in TEXT_PARTS:
                     found.append(Slot(self, part, "text"))
-            self.found = found
-        return self.found
+        return found
 
     def text(self) -> str:
         slots = self.slots()
