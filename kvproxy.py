@@ -2906,8 +2906,8 @@ def body_length(headers: http.client.HTTPMessage) -> int | None:
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Piece]:
     """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
 
-    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
-    look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
+    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
     while True:
         line = file.readline(CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
@@ -2933,14 +2933,14 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Piece]:
                 raise BadMessage("a chunk is longer than its size")
             yield line + data, payload, False
             line = b""
-    trailers = [line]
-    room = HEAD_LIMIT
-    while trailers[-1] != b"\r\n" or len(trailers) == 1:
-        trailers.append(read_line(file, room))
-        room -= len(trailers[-1])
-        if trailers[-1] != b"\r\n" and not TRAILER_LINE.fullmatch(trailers[-1]):
+    trailer, room = b"", HEAD_LIMIT
+    while trailer != b"\r\n":
+        trailer = read_line(file, room)
+        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
             raise BadMessage("bad trailer")
-    yield b"".join(trailers), b"", True
+        line += trailer
+        room -= len(trailer)
+    yield line, b"", True
 
 
 @dataclasses.dataclass
@@ -3189,6 +3189,7 @@ class Relay(BaseHTTPRequestHandler):
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
+        self.exchange: Any = None  # an Exchange, likewise
         self.poller = Poll()  # of both sockets
         self.poller.register(self.socket, READ | HUNG_UP)
         self.watched = READ | HUNG_UP
@@ -3247,8 +3248,9 @@ class Relay(BaseHTTPRequestHandler):
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
         self.request.wait = never_wait  # it refers to this handler, which refers to it
-        with contextlib.suppress(ClientGone, OSError):
-            super().finish()
+        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
+            with contextlib.suppress(ClientGone, OSError):
+                file.close()
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -3527,7 +3529,7 @@ class Relay(BaseHTTPRequestHandler):
             exchange.fault = "client left"
             raise
         finally:
-            self.upstream = None
+            self.upstream = self.exchange = None
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 

@@ -10699,6 +10699,37 @@ def relay_left_over() -> dict[str, int]:
     return found
 
 
+def test_relay_leaves_nothing_for_the_garbage_collector(rig: Callable[..., Rig]) -> None:
+    """What a request held is free when it ends, also on a connection that stays open: bodies are
+    large, and the collector seldom looks."""
+    made = rig(keep_requests=0)
+    gc.collect()
+    gc.disable()
+    try:
+        idle = made.connect()
+        for number in range(5):
+            stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
+            for peer in (idle, made.connect()):
+                for body in (stream, RELAY_HELLO, b"no JSON"):
+                    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                    assert peer.response().status == 200
+                if peer is not idle:
+                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+                    assert peer.response().status == 400
+                    peer.close()
+        wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
+        kinds = {kind: 0 for kind in (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)}
+        wait_for(lambda: not made.proxy.running, "the last request to end")
+
+        def left() -> dict[str, int]:
+            things = [type(thing) for thing in gc.get_objects()]
+            return {kind.__name__: things.count(kind) for kind in kinds}
+
+        wait_for(lambda: left() == {"Exchange": 0, "Relay": 1, "Response": 0}, "all to be free")
+    finally:
+        gc.enable()
+
+
 def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
