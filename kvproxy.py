@@ -190,7 +190,10 @@ class Config:
     )
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
     max_connections: int = setting(
-        2048, "client connections at a time; more are answered with 503", low=1, high=100000
+        2048,
+        "client connections at a time; idle and slow ones give way, else 503",
+        low=1,
+        high=100000,
     )
     allowed_hosts: str = setting(
         "", "more names that the Host header may carry, separated by commas"
@@ -3065,6 +3068,7 @@ class Upstream(http.client.HTTPConnection):
         self.url, self.tls = url, tls
         self.expires = 0.0  # on the monotonic clock; 0: not used yet
         self.unfinished = False  # a request was not sent whole
+        self.small_body: bytes | bytearray = b""  # goes with its head
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class, but not to block later."""
@@ -3077,9 +3081,17 @@ class Upstream(http.client.HTTPConnection):
         """The library's targets are ASCII only; here the client's bytes pass as they are."""
         return request.encode("latin-1")
 
-    def silent(self) -> bool:
-        """Whether nothing has come on an idle connection: what comes there is its end."""
-        return not poll_one(self.sock, READ, 0)
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
+        with it, in one packet."""
+        if message_body and len(message_body) <= PIECE_BYTES:
+            self.small_body, message_body = message_body, None
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+
+    def send(self, data: Any) -> None:
+        if self.small_body:
+            data, self.small_body = data + self.small_body, b""
+        super().send(data)
 
     def answered(self) -> bool:
         """Read ahead while the request is still being sent: whether the final answer has begun, or
@@ -3106,10 +3118,10 @@ class Pool:
         self.idle: list[Upstream] = []
 
     def take(self) -> Upstream | None:
-        """The newest, unless the server has closed it."""
+        """The newest; the caller must see whether the server has closed it."""
         with self.lock:
             upstream = self.idle.pop() if self.idle else None
-        if upstream is None or (time.monotonic() < upstream.expires and upstream.silent()):
+        if upstream is None or time.monotonic() < upstream.expires:
             return upstream
         upstream.close()
         return None
@@ -3505,6 +3517,7 @@ class Relay(BaseHTTPRequestHandler):
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path))
         self.explained = False
+        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
             if exchange.dialect is not None and request.method == "POST":
@@ -3637,7 +3650,9 @@ class Relay(BaseHTTPRequestHandler):
         self.poller.register(self.socket, READ | HUNG_UP)
         self.watched = READ | HUNG_UP
         try:
-            self.watch_client()  # it may have left while the server was connected to
+            # The client may have left by now, and what an idle connection has is its end.
+            if self.server_events(0) and upstream.expires:
+                raise ConnectionResetError
             self.send_request(exchange, upstream, streamed)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
@@ -3950,6 +3965,16 @@ def fetch(
     return response.status, text
 
 
+def descriptors() -> int:
+    """How many sockets and files this process may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows sets no limit that matters here
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
@@ -3967,6 +3992,7 @@ class Server(ThreadingHTTPServer):
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
+        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -3983,6 +4009,7 @@ class Server(ThreadingHTTPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
@@ -3997,7 +4024,7 @@ class Server(ThreadingHTTPServer):
             return self.held <= self.most_held
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.open) < self.proxy.config.max_connections or self.make_room():
+        if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
