@@ -2863,42 +2863,58 @@ def read_line(file: Any, limit: int) -> bytes:
     return line
 
 
-def read_headers(file: Any, limit: int = HEAD_LIMIT) -> http.client.HTTPMessage:
+class Fields(http.client.HTTPMessage):
+    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
+    time, and a request needs two dozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: dict[str, list[str]] = {}
+
+    def set_raw(self, name: str, value: str) -> None:
+        super().set_raw(name, value)
+        self.index.setdefault(name.lower(), []).append(value)
+
+    def all(self, name: str) -> list[str]:
+        """The values of all lines with this (lower-case) name."""
+        return self.index.get(name, [])
+
+    def members(self, name: str) -> list[str]:
+        """The members of a header that is a list, over all of its lines, in lower case."""
+        return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+
+def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
     """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
 
     http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
     line without a colon, keeps folded lines, and takes more than twice as long."""
-    headers = http.client.HTTPMessage()
+    headers, count = Fields(), 0
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
             raise BadMessage("bad header line")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-        if len(headers) > HEADER_LIMIT:
+        count += 1
+        if count > HEADER_LIMIT:
             raise TooLong("too many header lines")
     return headers
 
 
-def tokens(headers: http.client.HTTPMessage, name: str) -> list[str]:
-    """The members of a header that is a list, over all of its lines, in lower case."""
-    values = ",".join(headers.get_all(name, []))
-    return [member.strip().lower() for member in values.split(",")] if values else []
-
-
-def end_to_end(headers: http.client.HTTPMessage, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
+def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
     """The headers that a proxy passes on: without `drop` and what Connection names.
 
     Connection cannot name Content-Length: without it the body would be taken for the next
     message."""
-    drop |= set(tokens(headers, "connection")) - {"content-length"}
+    drop |= set(headers.members("connection")) - {"content-length"}
     return (item for item in headers.raw_items() if item[0].lower() not in drop)
 
 
-def body_length(headers: http.client.HTTPMessage) -> int | None:
+def body_length(headers: Fields) -> int | None:
     """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
     numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
-    values = headers.get_all("content-length", [])
+    values = headers.all("content-length")
     if not values:
         return None
     if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
@@ -2952,7 +2968,7 @@ class Request:
 
     method: str
     path: str  # with the query; a character for each byte
-    headers: http.client.HTTPMessage
+    headers: Fields
     old: bool = False  # HTTP/1.0
     length: int | None = None  # Content-Length
     chunked: bool = False
@@ -2962,8 +2978,8 @@ class Request:
         return self.path.encode("latin-1")
 
     def get(self, name: str) -> str:
-        """A header's (first) value, or ''."""
-        return str(self.headers.get(name, ""))
+        """A header's value, the first one if there are several, or ''."""
+        return next(iter(self.headers.all(name.lower())), "")
 
 
 def from_other_site(request: Request) -> bool:
@@ -2978,6 +2994,7 @@ class Response(http.client.HTTPResponse):
 
     _method: str  # of the request
     fp: Any  # a BufferedReader on the connection's Stream, until release()
+    headers: Fields
     length: int | None
 
     def begin(self) -> None:
@@ -3003,7 +3020,7 @@ class Response(http.client.HTTPResponse):
 
     def set_framing(self) -> None:
         """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
-        coding = ",".join(self.headers.get_all("transfer-encoding", [])).strip().lower()
+        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
         self.chunked = False
         self.length = None if coding else body_length(self.headers)
         if self._method == "HEAD" or self.status in (204, 304):
@@ -3013,11 +3030,11 @@ class Response(http.client.HTTPResponse):
                 raise BadMessage("unknown Transfer-Encoding")
             self.chunked = True
         ended_by_close = not self.chunked and self.length is None
-        closes = "close" in tokens(self.headers, "connection")
+        closes = "close" in self.headers.members("connection")
         self.closing = self.version == 10 or closes or ended_by_close
         # llama-server says keep-alive and closes the connection after a streamed answer.
-        streamed = str(self.headers.get("content-type", "")).startswith("text/event-stream")
-        self.closing |= streamed and str(self.headers.get("server", "")).startswith("llama.cpp")
+        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
+        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Piece]:
@@ -3130,7 +3147,7 @@ class Pool:
         """Keep a connection whose answer was read to its end, as long as the server says
         (Keep-Alive: timeout)."""
         seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(",".join(response.headers.get_all("keep-alive", []))):
+        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
         upstream.sock.wait = never_wait
         if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
@@ -3411,19 +3428,19 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as error:
             status = 431 if isinstance(error, TooLong) else 400
             raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        coding = headers.get_all("transfer-encoding", [])
+        coding = headers.all("transfer-encoding")
         if coding and (length is not None or old):
             raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
         if coding and [value.lower() for value in coding] != ["chunked"]:
             raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-        hosts = len(headers.get_all("host", []))
+        hosts = len(headers.all("host"))
         if hosts > 1 or (not hosts and not old):
             raise Refused(400, "A request needs one Host header.")
         for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
-            if len(headers.get_all(name, [])) > 1:
+            if len(headers.all(name.lower())) > 1:
                 raise Refused(400, f"A request can have one {name} header only.")
         self.path = self.origin_form(self.path)
-        self.close_connection = old or "close" in tokens(headers, "connection")
+        self.close_connection = old or "close" in headers.members("connection")
         self.head = Request(self.command, self.path, headers, old, length, bool(coding))
         return True
 
@@ -3731,7 +3748,7 @@ class Relay(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if exchange.dialect is not None and "content-encoding" not in response.headers:
+        if exchange.dialect is not None and not response.headers.all("content-encoding"):
             exchange.tap = Tap()
         try:
             self.pump(exchange, response)

@@ -181,9 +181,9 @@ Script = Callable[["Link", Seen], None]
 
 def request_head(method: str, path: str, **headers: str) -> kvproxy.Request:
     """A request's head, without a socket."""
-    message = kvproxy.http.client.HTTPMessage()
+    message = kvproxy.Fields()
     for name, value in {"Host": "a", **headers}.items():
-        message[name] = value
+        message.set_raw(name, value)
     return kvproxy.Request(method, path, message)
 
 
