@@ -2662,7 +2662,7 @@ HEAD_LIMIT = 65536  # bytes of a request's or response's head
 HEADER_LIMIT = 100  # header lines; llama-server has the same limit
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 16384  # bytes; with the library's own sizes an idle stream costs 75 KB and more
+BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
@@ -3206,7 +3206,7 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = default_request_version = "HTTP/1.1"
-    rbufsize = wbufsize = BUFFER
+    rbufsize = wbufsize = BUFFER // 2
     rfile: Any
     _headers_buffer: list[bytes]
 
