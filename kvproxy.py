@@ -56,6 +56,7 @@ import hashlib
 import html
 import http
 import http.client
+import io
 import ipaddress
 import itertools
 import json
@@ -79,8 +80,8 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple, NoReturn
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple, NoReturn, cast
 
 try:
     import ssl
@@ -206,7 +207,10 @@ class Config:
     )
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
     max_connections: int = setting(
-        2048, "client connections at a time; more are answered with 503", low=1, high=100000
+        2048,
+        "client connections at a time; idle and slow ones give way, else 503",
+        low=1,
+        high=100000,
     )
     allowed_hosts: str = setting(
         "", "more names that the Host header may carry, separated by commas"
@@ -3816,54 +3820,60 @@ def step_of(view: View) -> str:
 
 
 # ==================================================================================================
-# Relay: HTTP on both sides. The only section that touches sockets of requests
+# Relay: HTTP on both sides, with http.server and http.client. The only section that touches sockets
+# of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
 HEAD_LIMIT = 65536  # bytes of a request's or response's head
 HEADER_LIMIT = 100  # header lines; llama-server has the same limit
-BODY_IDLE = 60.0  # seconds without a byte of a request body
-SEND_LIMIT = (
-    300.0  # seconds a client may leave one piece of an answer unread: then its slot is freed
-)
-KEEP_IDLE = 120.0  # seconds a client's connection may stay open between requests
+CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
+INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
+BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
+BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
+KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
 REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
-QUIET_SECONDS = (
-    0.02  # the server is silent this long: the model is working, and there is time to explain
-)
-LINGER = 2.0  # seconds a client gets to read an error while it is still sending
-DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
-PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
-PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
-LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
-TAP_BYTES = (
-    65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
-)
+QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
+LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
+DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
+TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and
-# stays.
+# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
 HOP_BY_HOP = frozenset(
-    b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection proxy-authenticate"
-    b" proxy-authorization".split()
+    (
+        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
+    )
 )
-WRITTEN_ANEW = HOP_BY_HOP | {
-    b"host",
-    b"expect",
-    b"content-length",
-    b"x-kvproxy-conversation",
-}  # in requests
-CHUNKED_DROPS = HOP_BY_HOP | {b"content-length"}  # in responses
-TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)" % TOKEN_BYTES.pattern)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?")
-FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % TOKEN_BYTES.pattern)
+WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
+CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+
+TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
+STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
-KEPT_FOR = re.compile(rb"timeout=(\d{1,6})")
-LENGTH = re.compile(rb"[0-9]{1,19}")
+LENGTH = re.compile(r"[0-9]{1,19}")
+KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
+TOKEN_BYTES = re.compile(TOKEN)
+
 Headers = list[tuple[bytes, bytes]]
+Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
 
 
-class BadHead(ValueError):
-    """A head that is not HTTP/1.x as RFC 9112 has it; the message says where."""
+class BadMessage(http.client.HTTPException):
+    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+
+
+class TooLong(BadMessage):
+    """A head or a line that is longer than its limit."""
+
+
+class BodyTooLong(Exception):
+    """A body that is longer than its limit."""
 
 
 class Refused(Exception):
@@ -3882,117 +3892,19 @@ class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
 
 
-class Stale(Exception):
-    """A kept connection was closed by the server before it answered."""
+class Answered(Exception):
+    """The server answers before it has read the whole request."""
 
 
-class Fields(Headers):
-    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by
-    lower-case name."""
+# --- waiting for sockets --------------------------------------------------------------------------
 
-    def __init__(self, lines: list[bytes]) -> None:
-        """Raises BadHead."""
-        super().__init__()
-        if len(lines) > HEADER_LIMIT:
-            raise BadHead("too many header lines")
-        self.by_name: dict[bytes, list[bytes]] = {}
-        for line in lines:
-            found = FIELD_LINE.fullmatch(line)
-            if not found:
-                raise BadHead(
-                    "bad header line"
-                )  # also a bare CR, a NUL, a folded line, a space before the colon
-            name, value = found[1], found[2].strip(b" \t")
-            self.append((name, value))
-            self.by_name.setdefault(name.lower(), []).append(value)
-
-    def all(self, name: bytes) -> list[bytes]:
-        return self.by_name.get(name, [])
-
-
-def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
-    """The header lines that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next message.
-    """
-    if listed := headers.all(b"connection"):
-        named = {token.strip().lower() for token in b",".join(listed).split(b",")}
-        drop |= named - {b"content-length"}
-    return [name + b": " + value for name, value in headers if name.lower() not in drop]
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadHead unless all values are equal plain
-    numbers."""
-    values = headers.all(b"content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadHead("bad Content-Length")
-    return int(values[0])
-
-
-class Chunks:
-    """The chunked coding (RFC 9112 section 7.1) as a state machine: bytes may be cut anywhere."""
-
-    __slots__ = ("done", "left", "line", "state", "trailers")
-    SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r")
-    LINE = re.compile(SIZE.pattern + rb"\n")
-
-    def __init__(self) -> None:
-        self.state = "size"  # the line behind `left` bytes of data: size, data (the empty one after a chunk), trailer
-        self.left, self.line = 0, b""
-        self.done, self.trailers = False, 0
-
-    def feed(self, data: bytes, out: list[bytes]) -> int:
-        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than
-        all: it is done). Raises BadHead."""
-        at, size = 0, len(data)
-        while at < size and not self.done:
-            if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
-                start = found.end()  # the usual case, a whole chunk in one piece, in one step
-                end = start + int(found[1], 16)
-                if end > start and data[end : end + 2] == b"\r\n":
-                    out.append(data[start:end])
-                    at = end + 2
-                    continue
-            if self.left:
-                end = min(size, at + self.left)
-                out.append(data[at:end])
-                self.left -= end - at
-                at = end
-                continue
-            stop = data.find(b"\n", at)
-            if stop < 0:
-                self.line += data[at:]
-                if len(self.line) > 8192:
-                    raise BadHead("endless chunk line")
-                return size
-            line, self.line, at = self.line + data[at:stop], b"", stop + 1
-            if self.state == "size":
-                found = self.SIZE.fullmatch(line)
-                if not found:
-                    raise BadHead("bad chunk size")
-                self.left = int(found[1], 16)
-                self.state = "data" if self.left else "trailer"
-            elif self.state == "data":
-                if line != b"\r":
-                    raise BadHead("chunk longer than its size")
-                self.state = "size"
-            elif line == b"\r":
-                self.done = True
-            elif line[-1:] != b"\r" or not FIELD_LINE.fullmatch(line, 0, len(line) - 1):
-                raise BadHead("bad trailer")
-            else:
-                self.trailers += len(line)
-                if self.trailers > HEAD_LIMIT:
-                    raise BadHead("endless trailers")
-        return at
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
 class SelectPoll:
-    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind
-    unread bytes."""
+    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
+    itself takes no descriptor above 1023 elsewhere."""
 
     def __init__(self) -> None:
         self.wanted: dict[int, int] = {}
@@ -4003,159 +3915,217 @@ class SelectPoll:
     modify = register
 
     def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [fd for fd, events in self.wanted.items() if events & READ]
-        writes = [fd for fd, events in self.wanted.items() if events & WRITE]
-        reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        return [(fd, READ * (fd in reads) | WRITE * (fd in writes)) for fd in {*reads, *writes}]
+        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
+        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
+        if not reads and not writes:  # Windows does not take three empty lists
+            time.sleep(milliseconds / 1000)
+        else:
+            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
+        ready = {*reads, *writes}
+        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
 
 
-READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-Poll: Any = getattr(
-    select, "poll", SelectPoll
-)  # select() itself cannot take descriptors above 1023
+Poll: Any = getattr(select, "poll", SelectPoll)
 
 
-def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
-    """Wait until a socket has bytes or has ended; with WRITE, until it takes bytes."""
+def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
+    """Wait for a socket; the events that came, 0 when none did."""
     poller = Poll()
     poller.register(sock, events)
-    return bool(poller.poll(seconds * 1000))
+    found = poller.poll(1000 * max(0.0, seconds))
+    return found[0][1] if found else 0
 
 
-class Wire:
-    """A connected socket and the bytes read ahead from it.
+def never_wait(events: int) -> None:
+    """The `wait` of a stream that nobody reads from."""
+    raise BlockingIOError
 
-    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll
-    in every call, and with many threads each call that lets go of the interpreter's lock may cost a
-    switch. TLS would wait for whole records (its session tickets are no answer), and nobody would
-    watch the client."""
 
-    __slots__ = ("buf", "sock")
+class Stream(io.RawIOBase):
+    """A connected socket as a file that calls `wait(events)` where it would block.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buf = sock, bytearray()
+    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
+    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
+    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
+    that a broken connection raises."""
+
+    def __init__(
+        self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
+    ) -> None:
+        self.sock, self.wait, self.gone = sock, wait, gone
+        self.received = 0  # bytes; whoever cares sets it to 0
+        self.ahead = bytearray()  # bytes read before anyone asked for them
+        self.tls = hasattr(sock, "pending")
+        self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
-    def take(self, size: int | None = None) -> bytes:
-        """Bytes read ahead, at most `size`; b'' when there are none."""
-        data = bytes(self.buf[:size])
-        del self.buf[:size]
-        return data
+    def readable(self) -> bool:
+        return True
 
-    def read(self, seconds: float, size: int = 65536) -> bytes:
-        """What the client sends next; b'' at the end. Raises TimeoutError, ConnectionError."""
-        while seconds >= 0:
-            try:
-                return self.sock.recv(size)  # a busy client's next request is often here already
-            except BlockingIOError:
-                if not ready(self.sock, seconds):
-                    break
-        raise TimeoutError
+    def writable(self) -> bool:
+        return True
 
-    def send(self, data: bytes) -> None:
-        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for
-        SEND_LIMIT seconds."""
-        rest: bytes | memoryview = data
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        if self.ahead:
+            size = min(len(buffer), len(self.ahead))
+            buffer[:size] = self.ahead[:size]
+            del self.ahead[:size]
+            return size
+        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+            self.wait(READ)
         while True:
             try:
-                sent = self.sock.send(rest)
-            except BlockingIOError:
-                if not ready(self.sock, SEND_LIMIT, WRITE):
-                    raise TimeoutError from None
-                continue
-            if sent == len(rest):
-                return
-            rest = memoryview(rest)[sent:]
-
-    def close(self, abort: bool = False) -> None:
-        """Close for good. `abort` sends RST, the only sign of a cut that a client without framing
-        can see."""
-        with contextlib.suppress(OSError):
-            if abort:
-                self.sock.setsockopt(
-                    socket.SOL_SOCKET,
-                    socket.SO_LINGER,
-                    struct.pack("hh" if os.name == "nt" else "ii", 1, 0),
-                )
-            else:
-                self.sock.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes threads that wait on it; close() alone does not
-        with contextlib.suppress(OSError):
-            self.sock.close()
-
-
-class Pair:
-    """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees
-    the model at once.
-
-    Peeking tells a client's end from pipelined bytes; once such bytes are there, only a hang-up is
-    watched for, where the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone,
-    as it does for llama-server itself."""
-
-    __slots__ = ("answer", "client", "poller", "tls", "upstream")
-    GONE = getattr(select, "POLLRDHUP", 0)
-
-    def __init__(self, client: socket.socket, upstream: socket.socket) -> None:
-        self.client, self.upstream = client, upstream
-        self.tls = hasattr(upstream, "pending")
-        self.answer = [(upstream.fileno(), READ)]  # what poll() says in the usual case
-        self.poller = Poll()
-        self.poller.register(upstream, READ)
-        self.poller.register(client, READ | self.GONE)
-
-    def watch(self) -> None:
-        """Look out for bytes of the client again."""
-        self.poller.modify(self.client, READ | self.GONE)
-
-    def wait(self, seconds: float, body: bool = False) -> str:
-        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is,
-        when that is asked for; or 'timeout'. Raises ClientGone."""
-        if self.tls and self.upstream.pending():  # type: ignore[attr-defined]
-            return "read"
-        while found := self.poller.poll(seconds * 1000):
-            if found == self.answer:
-                return "read"
-            events = dict(found)
-            server = events.pop(self.answer[0][0], 0)
-            for client in events.values():
-                if client & ~READ:  # hung up, or broken
-                    raise ClientGone
-                if not body:
-                    self.look()
-            if server:
-                return "write" if server == WRITE else "read"
-            if body:
-                return "body"
-        return "timeout"
-
-    def wait_to_write(self, seconds: float) -> str:
-        self.poller.modify(self.upstream, READ | WRITE)
-        try:
-            return self.wait(seconds)
-        finally:
-            self.poller.modify(self.upstream, READ)
-
-    def look(self) -> None:
-        """Tell pipelined bytes from the client's end."""
-        try:
-            if not self.client.recv(1, socket.MSG_PEEK):
-                raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.poller.modify(self.client, self.GONE)  # a level-triggered poll would spin on them
-
-    def read(self, seconds: float) -> bytes | None:
-        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone,
-        OSError."""
-        while self.wait(seconds) == "read":
-            try:
-                return self.upstream.recv(65536)
+                size = self.sock.recv_into(buffer)
             except AGAIN:
-                pass
+                self.wait(READ)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+            else:
+                self.received += size
+                self.drained = size < len(buffer) and not self.tls
+                return size
+
+    def write(self, data: Any) -> int:
+        while True:
+            try:
+                return self.sock.send(data)
+            except AGAIN:
+                self.wait(WRITE)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+
+    def sendall(self, data: Any) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.write(rest) :]
+
+    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+        return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
+
+    def flush(self) -> None:
+        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
+        super().close()
+
+
+# --- reading messages -----------------------------------------------------------------------------
+
+
+def read_line(file: Any, limit: int) -> bytes:
+    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    line: bytes = file.readline(limit + 1)
+    if len(line) > limit:
+        raise TooLong("a line is too long")
+    if line[-1:] != b"\n":
+        raise EOFError("the connection ended in the middle of a line")
+    return line
+
+
+class Fields(http.client.HTTPMessage):
+    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
+    time, and a request needs two dozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: dict[str, list[str]] = {}
+
+    def set_raw(self, name: str, value: str) -> None:
+        super().set_raw(name, value)
+        self.index.setdefault(name.lower(), []).append(value)
+
+    def all(self, name: str) -> list[str]:
+        """The values of all lines with this (lower-case) name."""
+        return self.index.get(name, [])
+
+    def members(self, name: str) -> list[str]:
+        """The members of a header that is a list, over all of its lines, in lower case."""
+        return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+
+def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
+    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
+
+    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
+    line without a colon, keeps folded lines, and takes more than twice as long."""
+    headers, count = Fields(), 0
+    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+        limit -= len(line)
+        found = FIELD_LINE.fullmatch(line)
+        if not found:  # also a NUL, a space before the colon
+            raise BadMessage("bad header line")
+        headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
+        count += 1
+        if count > HEADER_LIMIT:
+            raise TooLong("too many header lines")
+    return headers
+
+
+def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """The headers that a proxy passes on: without `drop` and what Connection names.
+
+    Connection cannot name Content-Length: without it the body would be taken for the next
+    message."""
+    drop |= set(headers.members("connection")) - {"content-length"}
+    return (item for item in headers.raw_items() if item[0].lower() not in drop)
+
+
+def body_length(headers: Fields) -> int | None:
+    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
+    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
+    values = headers.all("content-length")
+    if not values:
         return None
+    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
+        raise BadMessage("bad Content-Length")
+    return int(values[0])
+
+
+def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
+    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
+
+    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
+    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    while True:
+        line = file.readline(CHUNK_LINE_LIMIT)
+        found = CHUNK_LINE.fullmatch(line)
+        if not found:
+            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
+                raise EOFError("the connection ended before a chunk")
+            raise BadMessage("bad chunk size")
+        size = int(found[1], 16)
+        if not size:
+            break
+        limit -= size
+        if limit < 0:
+            raise BodyTooLong
+        left, end = size + 2, b""  # a line end follows the payload
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            if not data:
+                raise EOFError("the connection ended in the middle of a chunk")
+            payload = data[: max(0, left - 2)]
+            left -= len(data)
+            end = (end + data[-2:])[-2:]
+            if not left and end != b"\r\n":
+                raise BadMessage("a chunk is longer than its size")
+            yield line + data, payload, False
+            line = b""
+    trailer, room = b"", HEAD_LIMIT
+    while trailer != b"\r\n":
+        trailer = read_line(file, room)
+        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+            raise BadMessage("bad trailer")
+        line += trailer
+        room -= len(trailer)
+    yield line, b"", True
 
 
 @dataclasses.dataclass
@@ -4163,175 +4133,164 @@ class Request:
     """A request's head, as received, but for an absolute target: that has become a path."""
 
     method: str
-    target: bytes
+    path: str  # with the query; a character for each byte
     headers: Fields
-    old: bool  # HTTP/1.0
-    length: int | None  # Content-Length
-    chunked: bool
+    old: bool = False  # HTTP/1.0
+    length: int | None = None  # Content-Length
+    chunked: bool = False
 
     @property
-    def path(self) -> str:
-        return self.target.decode("latin-1")
+    def target(self) -> bytes:
+        return self.path.encode("latin-1")
 
     def get(self, name: str) -> str:
-        found = self.headers.all(name.encode())
-        return found[0].decode("latin-1") if found else ""
-
-    def keep_alive(self) -> bool:
-        tokens = b",".join(self.headers.all(b"connection")).lower().split(b",")
-        return not self.old and b"close" not in [token.strip() for token in tokens]
+        """A header's value, the first one if there are several, or ''."""
+        return next(iter(self.headers.all(name.lower())), "")
 
 
-@dataclasses.dataclass
-class Response:
-    """A response's head; `framing` tells how its body ends: none, length, chunked or close (RFC
-    9112 section 6.3)."""
+def from_other_site(request: Request) -> bool:
+    """Whether a browser says that a page of another site sends this."""
+    scheme, _, place = request.get("origin").lower().partition("://")
+    foreign = scheme in ("http", "https") and place != request.get("host").lower()
+    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
 
-    status: int
-    reason: bytes
+
+class Response(http.client.HTTPResponse):
+    """An answer of the model server."""
+
+    _method: str  # of the request
+    fp: Any  # a BufferedReader on the connection's Stream, until release()
     headers: Fields
-    framing: str
-    length: int
-    last: bool  # the server closes the connection after it
+    length: int | None
+
+    def begin(self) -> None:
+        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+
+        The library takes 103 for the answer, and has no strict parser."""
+        for _ in range(INTERIM_LIMIT):
+            line = read_line(self.fp, HEAD_LIMIT)
+            match = STATUS_LINE.fullmatch(line)
+            if not match:
+                raise BadMessage("bad status line")
+            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
+            self.status = self.code = int(match[2])
+            if self.status == 101:
+                raise BadMessage("it switches to another protocol unasked")
+            if self.status >= 200:
+                break
+        else:
+            raise BadMessage("interim answers without end")
+        self.version = 10 + int(match[1])
+        self.reason = (match[3] or b"").decode("latin-1")
+        self.set_framing()
+
+    def set_framing(self) -> None:
+        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
+        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        self.chunked = False
+        self.length = None if coding else body_length(self.headers)
+        if self._method == "HEAD" or self.status in (204, 304):
+            self.length = 0
+        elif coding:
+            if coding != "chunked":
+                raise BadMessage("unknown Transfer-Encoding")
+            self.chunked = True
+        ended_by_close = not self.chunked and self.length is None
+        closes = "close" in self.headers.members("connection")
+        self.closing = self.version == 10 or closes or ended_by_close
+        # llama-server says keep-alive and closes the connection after a streamed answer.
+        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
+        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        self.will_close = False  # else getresponse() would close the socket
+
+    def pieces(self) -> Iterator[Part]:
+        """The body as it comes; where only closing tells its end, coded in chunks."""
+        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
+
+    def plain_pieces(self) -> Iterator[Part]:
+        """Raises EOFError when the body is cut: the library's read1() hides that."""
+        if self.length is None:
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
+            yield b"0\r\n\r\n", b"", True
+        elif not self.length:
+            yield b"", b"", True
+        else:
+            while self.length:
+                data = self.fp.read1(min(self.length, PIECE_BYTES))
+                if not data:
+                    raise EOFError("the connection ended before the body did")
+                self.length -= len(data)
+                yield data, data, not self.length
+
+    def release(self) -> bool:
+        """Let go of the connection, at the end of the body; False if it cannot be used again: there
+        are bytes that nobody asked for, or its end."""
+        reader, self.fp = self.fp, None
+        try:
+            reader.peek(1)
+        except BlockingIOError:
+            reader.detach()  # else it would close the connection
+            return True
+        except ConnectionError:
+            pass
+        return False
 
 
-def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
-    """(first line, header lines, bytes used), or None while the head is not complete."""
-    end = HEAD_END.search(raw)
-    if end is None:
-        return None
-    first, *lines = (
-        bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
-    )
-    return first, lines, end.end()
+class Upstream(http.client.HTTPConnection):
+    """A connection to the model server."""
 
-
-def parse_request(line: bytes, lines: list[bytes]) -> Request:
-    """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes
-    among it)."""
-    match = REQUEST_LINE.fullmatch(line)
-    if not match:
-        raise Refused(400, "This is not an HTTP request line.")
-    method, target, old = match[1].decode(), match[2], match[4] == b"0"
-    if match[3] != b"1":
-        raise Refused(
-            505,
-            "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://.",
-        )
-    try:
-        headers = Fields(lines)
-        length = body_length(headers)
-    except BadHead as error:
-        status = 431 if "too many" in str(error) else 400
-        raise Refused(status, f"The request's head cannot be read: {error}.") from None
-    coding = headers.all(b"transfer-encoding")
-    if coding and (length is not None or old):
-        raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-    if coding and [value.lower() for value in coding] != [b"chunked"]:
-        raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-    hosts = len(headers.all(b"host"))
-    if hosts > 1 or (not hosts and not old):
-        raise Refused(400, "A request needs one Host header.")
-    if method == "CONNECT":
-        raise Refused(
-            405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY."
-        )
-    if target[:1] != b"/" and (absolute := re.match(rb"(?i)https?://[^/?#]*", target)):
-        target = target[absolute.end() :]
-        target = target if target[:1] == b"/" else b"/" + target
-    if target[:1] != b"/" and not (target == b"*" and method == "OPTIONS"):
-        raise Refused(400, "The request's target must be a path.")
-    return Request(method, target, headers, old, length, bool(coding))
-
-
-def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
-    """Raises BadHead when a client could be misled about where the body ends."""
-    match = STATUS_LINE.fullmatch(line)
-    if not match:
-        raise BadHead("bad status line")
-    status, headers = int(match[2]), Fields(lines)
-    if status == 101:
-        raise BadHead("it switches to another protocol unasked")
-    coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
-    length = None if coding else body_length(headers)
-    if method == "HEAD" or status in (204, 304) or status < 200:
-        framing = "none"
-    elif coding and coding != b"chunked":
-        raise BadHead("unknown Transfer-Encoding")
-    else:
-        framing = "chunked" if coding else "close" if length is None else "length"
-    last = (
-        match[1] == b"0"
-        or framing == "close"
-        or b"close" in b",".join(headers.all(b"connection")).lower()
-    )
-    return Response(status, match[3] or b"", headers, framing, length or 0, last)
-
-
-class Upstream:
-    """A connection to the backend. http.client connects (and does TLS); heads and bodies are read
-    here, because http.client takes 103 for the answer, splits headers at a bare CR and hides a body
-    that was cut short."""
-
-    __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
+    response_class = Response
+    auto_open = 0  # a connection that was closed is not opened again unasked
+    sock: Any  # a Stream, once it is connected
 
     def __init__(
-        self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any
+        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
     ) -> None:
-        self.url, host = url, url.hostname or ""
-        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on
-        # 127.0.0.1 only. With TLS the name stays: the certificate has it.
-        several = host == "localhost" and url.scheme == "http"
-        hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        faults = []
-        for name in dict.fromkeys(hosts):
-            connection = http_connection(url, timeout, name, tls)
-            try:
-                connection.connect()
-            except OSError as error:
-                faults.append(error)
-                connection.close()
-                continue
-            last_good[host] = name
-            self.wire = Wire(connection.sock)
-            self.expires = 0.0  # on the monotonic clock; 0: not used yet
-            self.begin("")
-            return
-        raise faults[0]
+        super().__init__(host, url.port or (443 if tls else 80), timeout)
+        self.url, self.tls = url, tls
+        self.expires = 0.0  # on the monotonic clock; 0: not used yet
+        self.unfinished = False  # a request was not sent whole
+        self.small_body: bytes | bytearray = b""  # goes with its head
 
-    def begin(self, method: str) -> None:
-        """A new request. It is `dirty` until it was sent whole."""
-        self.method, self.dirty, self.interim = method, True, 0
-        self.response: Response | None = None
+    def connect(self) -> None:
+        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        super().connect()
+        if self.tls is not None:
+            self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
+        self.sock = Stream(self.sock, never_wait, ConnectionError)
 
-    def head(self) -> Response | None:
-        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section
-        15.2) are dropped."""
-        while self.response is None and (head := split_head(self.wire.buf)):
-            try:
-                response = parse_response(head[0], head[1], self.method)
-            except BadHead as error:
-                raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
-            del self.wire.buf[: head[2]]
-            if response.status >= 200:
-                self.response = response
-            else:
-                self.interim += 1
-            if self.interim > 64:
-                raise Refused(502, "The model server sent interim answers without end.")
-        return self.response
+    def _encode_request(self, request: str) -> bytes:
+        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        return request.encode("latin-1")
+
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
+        with it, in one packet."""
+        if message_body and len(message_body) <= PIECE_BYTES:
+            self.small_body, message_body = message_body, None
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+
+    def send(self, data: Any) -> None:
+        if self.small_body:
+            data, self.small_body = data + self.small_body, b""
+        super().send(data)
 
     def answered(self) -> bool:
-        """Read what is there: whether the final answer's head has come, or the connection has
-        ended."""
+        """Read ahead while the request is still being sent: whether the final answer has begun, or
+        the connection has ended."""
+        stream = self.sock
         try:
-            data = self.wire.sock.recv(65536)
+            data = stream.sock.recv(PIECE_BYTES)
         except AGAIN:
             return False
         except OSError:
             return True
-        self.wire.buf += data
-        return self.head() is not None or not data or len(self.wire.buf) > HEAD_LIMIT
+        stream.ahead += data
+        stream.received += len(data)
+        heads = HEAD_END.split(stream.ahead)
+        final = any(len(head) > 9 and head[9:10] != b"1" for head in heads)  # "HTTP/1.1 1.."
+        return final or not data or len(stream.ahead) > HEAD_LIMIT
 
 
 class Pool:
@@ -4347,23 +4306,25 @@ class Pool:
             upstream = self.idle.pop() if self.idle else None
         if upstream is None or time.monotonic() < upstream.expires:
             return upstream
-        upstream.wire.close()
+        upstream.close()
         return None
 
     def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says
         (Keep-Alive: timeout)."""
         seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(b",".join(response.headers.all(b"keep-alive"))):
+        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
-        if response.last or seconds <= 0 or upstream.dirty or upstream.wire.buf:
-            upstream.wire.close()
+        upstream.sock.wait = never_wait
+        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
+            upstream.close()
             return
         upstream.expires = time.monotonic() + seconds
         with self.lock:
             self.idle.append(upstream)
-            if len(self.idle) > 256:
-                self.idle.pop(0).wire.close()
+            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
+        if oldest is not None:
+            oldest.close()
 
     def close(self, until: float = float("inf")) -> None:
         """Close the connections that may not be used after that time; without one, all."""
@@ -4371,7 +4332,7 @@ class Pool:
             old = [upstream for upstream in self.idle if upstream.expires <= until]
             self.idle = [upstream for upstream in self.idle if upstream.expires > until]
         for upstream in old:
-            upstream.wire.close()
+            upstream.close()
 
 
 class Tap:
@@ -4399,142 +4360,350 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object in the style of the dialect's API, so that SDKs raise what their users
     know."""
-    dialect, _ = dialect_of(path)
+    dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
-class Relay(socketserver.BaseRequestHandler):
+class Relay(BaseHTTPRequestHandler):
     """One client connection: reads requests, forwards them, relays the answers."""
 
     server: Server
+    protocol_version = default_request_version = "HTTP/1.1"
+    rbufsize = wbufsize = BUFFER // 2
+    rfile: Any
+    _headers_buffer: list[bytes]
 
     # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
-        self.proxy = self.server.proxy
-        self.wire = Wire(self.request)
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.close_connection = False
+        self.proxy, self.socket = self.server.proxy, self.request
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request = Stream(self.socket, self.wait_for_client, ClientGone)
+        super().setup()  # makes rfile and wfile of it
+        self.upstream: Any = None  # an Upstream, while a request is served
+        self.exchange: Any = None  # an Exchange, likewise
+        self.poller = Poll()  # of both sockets
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
+        self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.until = 0.0  # on the monotonic clock: the client has to send by then
+        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
+        self.explained = False  # this request, while the model works
+        self.held = 0  # bytes of its body
+        self._headers_buffer = []
 
-    def handle(self) -> None:
-        seconds = self.proxy.config.header_timeout
-        while not self.close_connection and not self.proxy.stopping:
-            self.handle_request(seconds)
-            seconds = KEEP_IDLE
+    def handle_one_request(self) -> None:
+        """Serve the next request, if one comes in time.
+
+        In the library each read has a time-out of its own, so that a head may take for ever; only
+        methods with a do_ function exist, and errors are HTML pages."""
+        self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.server.waiting[self.socket] = None
+        try:
+            if self.proxy.stopping or not self.read_head():
+                self.close_connection = True
+                return
+            self.server.busy.add(self.socket)
+            self.serve(self.head)
+        except Refused as refused:
+            self.close_connection = self.linger = True
+            with contextlib.suppress(ClientGone):
+                self.send_error(refused.status, str(refused))
+            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+        except BrokenOff as cut:
+            self.close_connection = True
+            self.proxy.log.warning(
+                "%s %s | answer cut: %s", self.command, printable(self.path), cut
+            )
+        except (ClientGone, OSError, EOFError):
+            self.close_connection = True
+        finally:
+            self.server.waiting.pop(self.socket, None)
+            self.server.busy.discard(self.socket)
+            self.server.hold(-self.held)
+            self.held = 0
 
     def finish(self) -> None:
         """Close. Unread bytes of the client would turn that into a reset, and its answer would be
         lost (RFC 9112 9.6)."""
-        if not self.abort:
-            with contextlib.suppress(OSError):
-                self.request.shutdown(socket.SHUT_WR)
-                until = time.monotonic() + 2 * LINGER
-                while self.wire.read(LINGER if self.linger else 0.0) and time.monotonic() < until:
-                    pass
-        self.wire.close(self.abort)
+        with contextlib.suppress(ClientGone, OSError):
+            if self.abort:  # RST is the only sign of a cut that a client without framing can see
+                option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+                self.socket.close()
+            self.flush()
+            self.socket.shutdown(socket.SHUT_WR)
+            end = time.monotonic() + LINGER_SECONDS
+            self.until, self.in_body = end if self.linger else 0.0, False
+            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
+                pass
+        self.request.wait = never_wait  # it refers to this handler, which refers to it
+        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
+            with contextlib.suppress(ClientGone, OSError):
+                file.close()
 
-    def handle_request(self, seconds: float) -> None:
-        """Serve the next request, if one begins within `seconds`."""
-        self.method, self.path = "", "/"
-        try:
-            request = self.read_head(seconds)
-            if request is None:
-                self.close_connection = True
-                return
-            self.path = request.path
-            self.close_connection = not request.keep_alive()
-            self.server.busy.add(self.request)
-            self.serve(request)
-        except Refused as refused:
-            self.close_connection = self.linger = True
-            with contextlib.suppress(OSError):
-                self.respond(refused.status, error_body(self.path, refused.status, str(refused)))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
-        except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning("%s %s | answer cut: %s", self.method, printable(self.path), cut)
-        except (ClientGone, OSError):
-            self.close_connection = True
-        finally:
-            self.server.busy.discard(self.request)
+    # --- waiting ----------------------------------------------------------------------------------
 
-    def read_head(self, seconds: float) -> Request | None:
-        """The next request's head; None when the client has no more."""
-        wire, begun = self.wire, False
+    def flush(self) -> None:
+        """Send what is ready for the client."""
+        self.flush_headers()
+        self.wfile.flush()
+
+    def wait_for_client(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
+        when it does not read, Answered when the server's answer comes before the whole request."""
+        if events == WRITE:
+            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+                raise ClientGone("it does not read its answer")
+            return
+        self.flush()
+        left = self.until - time.monotonic()
+        if self.in_body:
+            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
+            left = min(BODY_SECONDS, left + more)
+        if self.upstream is None:
+            if not poll_one(self.socket, READ, left):
+                raise TimeoutError
+            return
+        self.watch(READ | HUNG_UP)
+        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        if not found:
+            raise TimeoutError
+        if self.socket.fileno() not in found and self.upstream.answered():
+            raise Answered
+
+    def wait_for_server(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
+        Answered when the server answers what it has not read yet."""
+        if self._headers_buffer:
+            self.flush_headers()
+        self.wfile.flush()
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ | WRITE)
+        happened, seconds = 0, self.proxy.config.read_timeout
+        if not self.explained:
+            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            if not happened:
+                self.explained = True
+                self.proxy.explain(self.exchange)
+        happened = happened or self.server_events(seconds)
+        if not happened:
+            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ)
+            if happened & ~WRITE and self.upstream.answered():
+                raise Answered
+
+    def server_events(self, seconds: float) -> int:
+        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
+        while found := self.poller.poll(1000 * seconds):
+            if found == self.readable:  # as a rule
+                return READ
+            events = dict(found)
+            happened: int = events.pop(self.readable[0][0], 0)
+            for hint in events.values():
+                self.check_client(hint)
+            if happened:
+                return happened
+        return 0
+
+    def watch_client(self, seconds: float = 0.0) -> None:
+        """Wait so long; raises ClientGone as soon as the client hangs up."""
         until = time.monotonic() + seconds
-        while True:
-            while wire.buf[:2] == b"\r\n" or wire.buf[:1] == b"\n":  # RFC 9112 section 2.2
-                del wire.buf[: wire.buf.index(b"\n") + 1]
-            if wire.buf and wire.buf != b"\r":
-                if not begun:
-                    begun, until = True, time.monotonic() + self.proxy.config.header_timeout
-                head = split_head(wire.buf)
-                if head is not None and head[2] <= HEAD_LIMIT:
-                    del wire.buf[: head[2]]
-                    words = head[0].decode("latin-1").split(" ")
-                    self.method, self.path = (
-                        words[0],
-                        words[1] if words[1:] else "/",
-                    )  # how to word an error
-                    return parse_request(head[0], head[1])
-                if len(wire.buf) > HEAD_LIMIT:
-                    raise Refused(
-                        431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414,
-                        "The request's head is too long.",
-                    )
-                if not TOKEN_BYTES.match(wire.buf):
-                    raise Refused(
-                        400, "This is not HTTP; the address may need http:// instead of https://."
-                    )
-            try:
-                data = wire.read(until - time.monotonic())
-            except TimeoutError:
-                if begun:
-                    raise Refused(408, "The request's head took too long.") from None
-                return None
-            if not data:
-                return None
-            wire.buf += data
+        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
+            self.check_client(events)
 
-    def respond(
-        self,
-        status: int,
-        body: bytes | bytearray,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        kind: str = "application/json",
-    ) -> None:
-        """An answer of the proxy's own, in one write."""
-        lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
-        lines += [
-            b"Content-Type: " + kind.encode(),
-            b"Content-Length: %d" % len(body),
-            b"Cache-Control: no-store",
-        ]
-        lines += [name + b": " + value for name, value in headers]
-        if self.close_connection:
-            lines.append(b"Connection: close")
-        head = b"\r\n".join(lines) + b"\r\n\r\n"
-        self.wire.send(head if self.method == "HEAD" else head + body)
+    def watch(self, events: int) -> None:
+        """Which events of the client are looked for while the server is waited for."""
+        self.watched = events
+        self.poller.modify(self.socket, events)
+
+    def check_client(self, events: int) -> None:
+        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
+        as it does for llama-server itself."""
+        if events & ~READ:
+            raise ClientGone
+        if not events:
+            return
+        try:
+            if not self.socket.recv(1, socket.MSG_PEEK):
+                raise ClientGone
+        except BlockingIOError:
+            return
+        except OSError:
+            raise ClientGone from None
+        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+
+    # --- reading a request ------------------------------------------------------------------------
+
+    def read_head(self) -> bool:
+        """Wait for a request and read its head; False when no more come."""
+        self.until, self.in_body = time.monotonic() + self.patience, False
+        try:
+            start = self.rfile.peek(1)[:1]
+            blank = 0
+            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
+                blank += len(self.rfile.read(1))
+                start = self.rfile.peek(1)[:1]
+        except TimeoutError:
+            return False
+        if not start:
+            return False
+        if not TOKEN_BYTES.match(start):
+            raise Refused(
+                400, "This is not HTTP; the address may need http:// instead of https://."
+            )
+        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.patience = KEEP_SECONDS
+        try:
+            self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
+            return self.parse_request()
+        except TimeoutError:
+            raise Refused(408, "The request's head took too long.") from None
+        except TooLong:
+            raise Refused(414, "The request's first line is too long.") from None
+
+    def parse_request(self) -> bool:
+        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
+        and 6.3: smuggling shapes among it).
+
+        The library splits the first line at any white space, makes /x of //x, reads the headers
+        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        line = self.raw_requestline
+        words = line.decode("latin-1").split(" ")
+        self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
+        match = REQUEST_LINE.fullmatch(line)
+        if not match:
+            raise Refused(400, "This is not an HTTP request line.")
+        if match[3] != b"1":
+            raise Refused(
+                505,
+                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
+                " of https://.",
+            )
+        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+        old = match[4] == b"0"
+        try:
+            headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
+            length = body_length(headers)
+        except BadMessage as error:
+            status = 431 if isinstance(error, TooLong) else 400
+            raise Refused(status, f"The request's head cannot be read: {error}.") from None
+        coding = headers.all("transfer-encoding")
+        if coding and (length is not None or old):
+            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
+        if coding and [value.lower() for value in coding] != ["chunked"]:
+            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
+        hosts = len(headers.all("host"))
+        if hosts > 1 or (not hosts and not old):
+            raise Refused(400, "A request needs one Host header.")
+        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
+            if len(headers.all(name.lower())) > 1:
+                raise Refused(400, f"A request can have one {name} header only.")
+        self.path = self.origin_form(self.path)
+        self.close_connection = old or "close" in headers.members("connection")
+        self.head = Request(self.command, self.path, headers, old, length, bool(coding))
+        return True
+
+    def origin_form(self, target: str) -> str:
+        """The path of a request's target. Raises Refused for one that a server has no answer to."""
+        if self.command == "CONNECT":
+            raise Refused(
+                405,
+                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
+            )
+        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
+            target = target[absolute.end() :]
+            target = target if target[:1] == "/" else "/" + target
+        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
+            raise Refused(400, "The request's target must be a path.")
+        return target
+
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def begin_body(self, request: Request) -> None:
+        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
+        10.1.1), that is done only now, when nothing speaks against it."""
+        self.request.received, self.in_body = 0, True
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # it may be here already
+            except TimeoutError:
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.until = time.monotonic() + BODY_SECONDS
+
+    def receive(self, size: int) -> bytes:
+        """Some bytes of a request's body. Raises ClientGone at an early end."""
+        data: bytes = self.rfile.read1(size)
+        if not data:
+            raise ClientGone
+        return data
+
+    def read_body(self, request: Request) -> bytes | bytearray:
+        """The whole body, within MAX_BODY_MB."""
+        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise self.too_long()
+        body = bytearray()
+        if not length and not request.chunked:
+            return body
+        self.begin_body(request)
+        try:
+            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
+                body += payload
+                self.hold(len(payload))
+            while len(body) < length:
+                data = self.receive(min(1 << 20, length - len(body)))
+                body += data
+                self.hold(len(data))
+        except BodyTooLong:
+            raise self.too_long() from None
+        except BadMessage as error:
+            raise Refused(400, f"The chunked body cannot be read: {error}.") from None
+        except TimeoutError:
+            raise self.too_slow() from None
+        except EOFError:
+            raise ClientGone from None
+        self.server.waiting.pop(self.socket, None)
+        return body
+
+    def hold(self, size: int) -> None:
+        """Count bytes of a body that stay in memory until the request has ended."""
+        self.held += size
+        if not self.server.hold(size):
+            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
+
+    def too_long(self) -> Refused:
+        limit = self.proxy.config.max_body_mb << 20
+        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def too_slow(self) -> Refused:
+        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_host(request)
-        path = request.path.split("?", 1)[0]
+        self.check_origin(request)
+        path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
-        dialect, counting = dialect_of(path)
-        exchange = Exchange(request, dialect, counting, self.client_address[0])
+        exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
+        self.explained = False
+        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
-            if dialect is not None and request.method == "POST":
+            if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
                     self.proxy.prepare(exchange)
@@ -4543,96 +4712,79 @@ class Relay(socketserver.BaseRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            else:
-                self.check_length(request.length or 0)
+            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
+                raise self.too_long()
             self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
-        except (ClientGone, OSError) as error:
-            exchange.fault = "client left"
-            raise ClientGone from error
         except Refused as refused:
             exchange.status, exchange.fault = refused.status, str(refused)
             raise
         except BrokenOff as cut:
             exchange.fault = f"cut: {cut}"
             raise
+        except (ClientGone, OSError):
+            exchange.fault = "client left"
+            raise
         finally:
+            self.upstream = self.exchange = None
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
-    def check_host(self, request: Request) -> None:
-        """A web page that had its name resolve to this machine (DNS rebinding) sends its own name
-        as Host."""
+    def check_origin(self, request: Request) -> None:
+        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
             raise Refused(
                 403,
                 f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
             )
-
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
-
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length = request.length or 0
-        self.check_length(length)
-        if not length and not request.chunked:
-            return b""
-        self.expect(request)
-        if not request.chunked:
-            body = bytearray(self.wire.take(length))
-            while (missing := length - len(body)) > 0:
-                body += self.receive(min(1 << 20, missing))
-            return body
-        body, chunks = bytearray(), Chunks()
-        while not chunks.done:
-            data, out = self.wire.take() or self.receive(65536), list[bytes]()
-            try:
-                used = chunks.feed(data, out)
-            except BadHead as error:
-                raise Refused(400, f"The chunked body cannot be read: {error}.") from None
-            self.wire.buf += data[used:]
-            body += b"".join(out)
-            self.check_length(len(body) + chunks.left)
-        return body
-
-    def expect(self, request: Request) -> None:
-        """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
-        if (
-            request.get("expect").lower() == "100-continue"
-            and not request.old
-            and not self.wire.buf
-        ):
-            with contextlib.suppress(OSError):  # it has left: receive() will see that
-                self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come
-        for a minute."""
-        try:
-            data = self.wire.read(BODY_IDLE, size)
-        except TimeoutError:
-            raise Refused(408, "No byte of the request's body came for a minute.") from None
-        except OSError:
-            data = b""
-        if not data:
-            raise ClientGone
-        return data
-
-    def watch_client(self, seconds: float) -> None:
-        """Wait at most so long. Raises ClientGone (or OSError) when the client hangs up."""
-        if not ready(self.request, seconds, READ | Pair.GONE):
+        if request.method != "POST" or not from_other_site(request):
             return
-        if not self.request.recv(1, socket.MSG_PEEK):
-            raise ClientGone
-        # Pipelined bytes: they stay there, so only a hang-up can be waited for, where it is told.
-        if not Pair.GONE:
-            time.sleep(seconds)
-        elif ready(self.request, seconds, Pair.GONE):
-            raise ClientGone
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(
+                403, "A web page of another site may only send application/json to this server."
+            )
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The library's errors are HTML pages; these are what clients of the API understand."""
+        self.respond(code, error_body(self.path, code, message or ""))
+
+    def respond(
+        self,
+        status: int,
+        body: bytes | bytearray,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        kind: str = "application/json",
+    ) -> None:
+        """An answer of the proxy's own. send_response() would add Server and Date."""
+        self._headers_buffer = []  # of an answer that was begun, and gives way to this one
+        self.send_response_only(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode("latin-1"))
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.flush_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.flush()
+
+    def end_headers(self) -> None:
+        """The library sends a head at once. Here it waits for the first bytes of the body, which
+        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        self._headers_buffer.append(b"\r\n")
+
+    def flush_headers(self) -> None:
+        if self._headers_buffer:
+            super().flush_headers()
 
     # --- forwarding -------------------------------------------------------------------------------
 
@@ -4642,249 +4794,152 @@ class Relay(socketserver.BaseRequestHandler):
         9.3.1)."""
         backend = self.proxy.backend
         streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
+        response = None
         upstream = None if streamed else backend.pool.take()
         if upstream is not None:
-            with contextlib.suppress(Stale):
-                self.relay(exchange, upstream, self.exchange_heads(exchange, upstream, 0))
-                return
+            with contextlib.suppress(http.client.RemoteDisconnected):
+                response = self.ask(exchange, upstream, 0)
+        if upstream is None or response is None:
+            upstream = self.connect()
+            try:
+                response = self.ask(exchange, upstream, streamed)
+            except http.client.RemoteDisconnected:
+                backend.lost()
+                message = "closed the connection without an answer; its log may say why."
+                raise Refused(502, f"The model server at {backend.name()} {message}") from None
+        self.relay(exchange, upstream, response)
+
+    def connect(self) -> Upstream:
+        """A new connection to the server. Raises Refused."""
+        backend = self.proxy.backend
         try:
-            upstream = backend.connect()
+            return backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            message = f"cannot be reached ({error}). Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
-            raise Refused(status, f"The model server at {backend.name()} {message}") from None
-        try:
-            response = self.exchange_heads(exchange, upstream, streamed)
-        except Stale:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+            raise Refused(
+                status,
+                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
+                f" and is BACKEND_URL right? {USUAL_PORTS}",
+            ) from None
 
-    def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
-        """The head as it goes upstream: line, Host, the client's own headers in order, and the
-        body's length."""
-        request = exchange.request
-        lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
-        lines.append(b"Host: " + url.netloc.encode())
-        lines += end_to_end(request.headers, WRITTEN_ANEW)
-        if exchange.trace.conversation:
-            lines.append(b"X-KVProxy-Conversation: " + exchange.trace.conversation.encode())
-        if request.chunked or request.length is not None:
-            length = request.length if exchange.forwarded is None else len(exchange.forwarded)
-            lines.append(b"Content-Length: %d" % (length or 0))
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that come from
-        the client as they are sent. Raises Stale when the connection turns out to be closed."""
+    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
+        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
+        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+        stream = upstream.sock
+        stream.wait, stream.received = self.wait_for_server, 0
+        self.upstream, self.poller = upstream, Poll()
+        self.poller.register(stream, READ)
+        self.readable = [(stream.fileno(), READ)]
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
         try:
-            pair = self.pair = Pair(self.request, upstream.wire.sock)
-            if (
-                pair.wait(0, body=streamed > 0) == "read" and upstream.expires
-            ):  # what an idle connection has is its end
-                raise Stale
-            upstream.begin(exchange.request.method)
-            head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
-            try:
-                if len(body) < 65536:
-                    whole = self.send(upstream, head + body)
-                else:
-                    whole = self.send(upstream, head) and self.send(upstream, body)
-                if streamed and whole:
-                    self.expect(exchange.request)
-                    whole = self.stream_body(upstream, streamed)
-                upstream.dirty = not whole
-            except TimeoutError:
-                raise Refused(504, "The model server does not take the request's body.") from None
-            except OSError:
-                pass  # it may have answered before it closed (413, 401): read that
-            if (
-                streamed and upstream.dirty
-            ):  # what is left of the body must not be taken for the next request
-                self.close_connection = self.linger = True
+            # The client may have left by now, and what an idle connection has is its end.
+            if self.server_events(0) and upstream.expires:
+                raise ConnectionResetError
+            self.send_request(exchange, upstream, streamed)
             exchange.sent = time.monotonic()
-            return self.response_head(exchange, upstream)
-        except BaseException:
-            upstream.wire.close()
+            return cast(Response, upstream.getresponse())
+        except BaseException as fault:
+            upstream.close()
+            if isinstance(fault, TimeoutError):
+                raise Refused(504, f"The model server does not answer: {fault}.") from None
+            if isinstance(fault, BadMessage):
+                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
+            if isinstance(fault, (ConnectionError, EOFError)):
+                if not stream.received:
+                    raise http.client.RemoteDisconnected("") from None
+                raise Refused(  # it is not repeated: the server may have run it
+                    502, "The model server closed the connection in the head of its answer."
+                ) from None
             raise
 
-    def send(self, upstream: Upstream, data: bytes | bytearray) -> bool:
-        """Send upstream; False when the server answered before it had read everything."""
-        view, at = memoryview(data), 0
-        while True:
-            try:
-                at += upstream.wire.sock.send(view[at:])
-            except AGAIN:
-                pass
-            if at == len(view):
-                return True
-            state = self.pair.wait_to_write(self.proxy.config.read_timeout)
-            if state == "timeout":
-                raise TimeoutError
-            if state == "read" and upstream.answered():
-                return False
+    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+        """Line, Host, the client's own headers in order, the body's length, the body."""
+        request, body = exchange.request, exchange.forwarded
+        target = under(upstream.url, request.target).decode("latin-1")
+        upstream.unfinished = True
+        try:
+            upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+            upstream.putheader("Host", upstream.url.netloc)
+            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+                upstream.putheader(name, value)
+            if exchange.trace.conversation:
+                upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
+            if request.chunked or request.length is not None:
+                length = request.length or 0 if body is None else len(body)
+                upstream.putheader("Content-Length", str(length))
+            upstream.endheaders(body)
+            if streamed:
+                self.pass_body(request, upstream, streamed)
+            upstream.unfinished = False
+        except (Answered, ConnectionError):
+            pass  # an early answer (413, 401), or one that stands before the close
+        if streamed and upstream.unfinished:
+            # What is left of the body must not be taken for the next request.
+            self.close_connection = self.linger = True
+        self.server.waiting.pop(self.socket, None)
 
-    def stream_body(self, upstream: Upstream, length: int) -> bool:
-        """Pass a body on as it comes; False when the server answered before it had read
-        everything."""
-        while length > 0:
-            data = self.wire.take(length)
-            if not data:
-                self.pair.watch()
-                state = self.pair.wait(BODY_IDLE, body=True)
-                if state == "read":
-                    if upstream.answered():
-                        return False
-                    continue
+    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
+        """Pass a body on as it comes."""
+        self.begin_body(request)
+        while length:
+            try:
                 data = self.receive(min(1 << 18, length))
+            except TimeoutError:
+                raise self.too_slow() from None
             length -= len(data)
-            if not self.send(upstream, data):
-                return False
-        self.pair.watch()
-        return True
-
-    def response_head(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """The final answer's head. Raises Stale when the server closes the connection without a
-        byte of one."""
-        wire, pair, timeout = upstream.wire, self.pair, self.proxy.config.read_timeout
-        while (response := upstream.head()) is None:
-            if len(wire.buf) > HEAD_LIMIT:
-                raise Refused(502, "The model server's answer has an endless head.")
-            try:
-                data = pair.read(min(QUIET_SECONDS, timeout))
-                if data is None:
-                    self.proxy.explain(exchange)
-                    data = pair.read(timeout)
-            except OSError:
-                data = b""
-            if data is None:
-                raise Refused(
-                    504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT)."
-                )
-            if not data and (
-                wire.buf or upstream.interim
-            ):  # then the request is not repeated: it may have been run
-                raise Refused(
-                    502, "The model server closed the connection in the head of its answer."
-                )
-            if not data:
-                raise Stale
-            wire.buf += data
-        return response
+            begun = time.monotonic()
+            upstream.send(data)
+            self.until += time.monotonic() - begun  # the server's time is not the client's
+        self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        framing, old = response.framing, exchange.request.old
-        self.close_connection = self.close_connection or old or self.proxy.stopping
-        lines = [b"HTTP/1.1 %d %s" % (response.status, response.reason)]
-        lines += end_to_end(response.headers, CHUNKED_DROPS if framing == "chunked" else HOP_BY_HOP)
-        if framing in ("chunked", "close") and not old:
-            lines.append(b"Transfer-Encoding: chunked")
-        lines += self.proxy.diagnosis(exchange)
+        old = exchange.request.old
+        by_length = response.length is not None
+        self.close_connection |= old or self.proxy.stopping
+        self.send_response_only(response.status, response.reason)
+        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
+        for name, value in end_to_end(response.headers, drop):
+            self.send_header(name, value)
+        if not by_length and not old:
+            self.send_header("Transfer-Encoding", "chunked")
+        for line in self.proxy.diagnosis(exchange):
+            name, _, value = line.decode().partition(": ")
+            self.send_header(name, value)
         if self.close_connection:
-            lines.append(b"Connection: close")
-        if response.headers.all(b"content-encoding"):
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if response.headers.all("content-encoding"):
             exchange.tap = None
         try:
-            self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
+            self.pump(exchange, response)
         except BaseException as fault:
-            upstream.wire.close()
-            # Without framing a plain close looks like the end; RST does not (and a chunked client
-            # lacks its last chunk).
-            self.abort = isinstance(fault, BrokenOff) and old and framing != "length"
-            raise
+            upstream.close()
+            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
+                raise
+            if self._headers_buffer:  # nothing was sent yet
+                raise Refused(502, f"The model server's answer is broken: {fault}.") from None
+            # Without framing a plain close looks like the end; RST does not.
+            self.abort = old and not by_length
+            raise BrokenOff(str(fault)) from None
         self.proxy.backend.pool.give(upstream, response)
 
-    def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
-        """Send the client an answer's head and body. Raises Refused while nothing was sent,
-        BrokenOff after that."""
-        send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
-        if response.framing == "none" or (response.framing == "length" and not left):
-            send(head)
-            return
-        if (
-            not upstream.wire.buf
-        ):  # else it goes out with the first bytes of the body: one write, one packet
-            send(head)
-            head = b""
-        chunks = Chunks() if response.framing == "chunked" else None
-        for data in self.pieces(upstream, response):
-            used = len(data)
-            if chunks is not None:
-                out: list[bytes] = []
-                try:
-                    used = chunks.feed(data, out)
-                except BadHead as error:
-                    why = f"the server's chunks cannot be read ({error})"
-                    if head:
-                        raise Refused(
-                            502, f"The model server's answer cannot be passed on: {why}."
-                        ) from None
-                    raise BrokenOff(why) from None
-                payload, done = b"".join(out), chunks.done
-                passed = payload if old else data[:used]
-            elif response.framing == "length":
-                used = min(used, left)
-                left -= used
-                payload = passed = data[:used]
-                done = not left
-            else:
-                payload, done = data, not data
-                passed = (
-                    data if old else b"%x\r\n%s\r\n" % (used, data)
-                )  # without data: the last chunk
-            if used < len(data):  # belongs to nobody: the connection will not be used again
-                upstream.wire.buf += data[used:]
+    def pump(self, exchange: Exchange, response: Response) -> None:
+        """Send the client an answer's body, with its head in front."""
+        tap, old = exchange.tap, exchange.request.old
+        for received, payload, _ in response.pieces():
             if tap is not None:
                 tap.add(payload)
-            send(head + passed if head else passed)
-            head = b""
-            if done:
-                return
-
-    def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
-        """An answer's body as the server sends it; b'' at its end if only that tells. Raises
-        BrokenOff, ClientGone.
-
-        As network cards moderate interrupts: when the streams bring more pieces than one
-        interpreter can pass on singly, each is read a little later, and then more at once. At a
-        model's pace none waits. Nor does TLS, where each piece is a record that must be read by
-        itself."""
-        wait, recv, busy, clock = (
-            self.pair.wait,
-            upstream.wire.sock.recv,
-            self.server.busy,
-            time.monotonic,
-        )
-        timeout, tls = self.proxy.config.read_timeout, self.pair.tls
-        hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
-        if upstream.wire.buf:
-            yield upstream.wire.take()
-        while True:
-            if not hurried or due > looked + LOOK_SECONDS:
-                if wait(timeout) == "timeout":
-                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                looked = clock()
-                hurried = looked < due and not tls
-            if hurried and (early := due - clock()) > 0:
-                time.sleep(early)
-            try:
-                data = recv(65536)
-            except AGAIN:
-                hurried = False
-                continue
-            except OSError as error:
-                raise BrokenOff(f"the server's connection broke ({error})") from None
-            if not data and response.framing != "close":
-                raise BrokenOff("the server closed the connection in the middle of its answer")
-            due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
-            yield data
+            if self._headers_buffer:
+                self.flush_headers()
+            self.wfile.write(payload if old else received)
+        self.flush()
 
 
 class Exchange:
@@ -4926,6 +4981,7 @@ class Exchange:
 # ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
+HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 OWNERS = {
     "llamacpp": "llama-server",
@@ -4977,8 +5033,26 @@ class Backend:
         return None
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError."""
-        return Upstream(self.locate(), self.config.connect_timeout, self.last_good, self.tls)
+        """A new connection. Raises OSError.
+
+        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
+        only. With TLS the name stays: the certificate has it."""
+        url = self.locate()
+        host = url.hostname or ""
+        several = host == "localhost" and url.scheme == "http"
+        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        faults = []
+        for name in dict.fromkeys(names):
+            upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
+            try:
+                upstream.connect()
+            except OSError as error:
+                faults.append(error)
+                upstream.close()
+            else:
+                self.last_good[host] = name
+                return upstream
+        raise faults[0]
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -5094,35 +5168,51 @@ def fetch(
     return response.status, text
 
 
-class Server(socketserver.ThreadingTCPServer):
+def descriptors() -> int:
+    """How many sockets and files this process may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows sets no limit that matters here
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = (
-        1024  # with 5, the default, a burst of clients waits for SYN retransmits of 1, 3, 7 s
-    )
+    request_queue_size = 1024  # with 5, a burst of clients waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.open: set[socket.socket] = set()  # add, discard, list() and len() need no lock
+        # add, discard, pop, list() and len() need no lock
+        self.open: set[socket.socket] = set()
         self.busy: set[socket.socket] = set()  # those with a request being served
+        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.guard = threading.Lock()
+        self.held = 0  # bytes of bodies in memory
+        self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
+        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
+        """The library's asks DNS for this machine's name, which may take a minute."""
         if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        super().server_bind()
+        socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
@@ -5130,24 +5220,41 @@ class Server(socketserver.ThreadingTCPServer):
         """Called a few times a second."""
         self.proxy.backend.pool.close(time.monotonic())
 
+    def hold(self, size: int) -> bool:
+        """Add to the bytes of bodies in memory; whether they may be so many."""
+        with self.guard:
+            self.held += size
+            return self.held <= self.most_held
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.open) < self.proxy.config.max_connections:
+        if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
         body = error_body(
             "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
         )
-        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+        head = (
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
         with contextlib.suppress(OSError):
             request.settimeout(1)
-            request.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(
-                0.2
-            )  # unread bytes would turn the close into a reset, and the answer would be lost
-            request.recv(65536)
+            request.settimeout(0.2)
+            request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
+
+    def make_room(self) -> bool:
+        """End the connection that has been idle, or sending its request, for longest."""
+        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            self.open.discard(oldest)
+            oldest.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
 
     def shutdown_request(self, request: Any) -> None:
         self.open.discard(request)
@@ -5196,7 +5303,6 @@ class Proxy:
         self.running, self.last_end = 0, time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {
             name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
         }
@@ -5268,20 +5374,13 @@ class Proxy:
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
-        if host in self.hosts:
-            return True
-        if len(host) > 300 or re.search(r"[@/?#\\]", host):
+        match = HOST.fullmatch(host.lower())
+        if not match:
             return False
-        try:
-            name = urllib.parse.urlsplit("//" + host).hostname or ""
-        except ValueError:  # a bracket too few
-            return False
+        name = match[1].strip("[]")
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-        local = name.endswith(private) or re.fullmatch(r"[^.:]+", name) is not None
-        known = local or name in self.allowed or address_of(name) is not None
-        if known:
-            remember(self.hosts, host, True)
-        return known
+        local = name.endswith(private) or not re.search(r"[.:]", name)
+        return local or name in self.allowed or address_of(name) is not None
 
     # --- before a request is forwarded ------------------------------------------------------------
 
@@ -5766,9 +5865,8 @@ class Capture:
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
         """The row of a request: its body as JSON if that loses nothing, else as text."""
         headers = {}
-        for name, value in exchange.request.headers:
-            text = "***" if SECRET_NAME.search(name.decode()) else value.decode("latin-1")
-            headers[name.decode()] = self.without_secrets(text)
+        for name, value in exchange.request.headers.raw_items():
+            headers[name] = self.without_secrets("***" if SECRET_NAME.search(name) else value)
         row: Json = {
             "method": exchange.request.method,
             "path": self.without_secrets(exchange.request.path),
@@ -6250,7 +6348,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
 )
 
 # Headers with which a web server in front tells that a request is somebody else's.
-FORWARDED = re.compile(rb"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
+FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
 
@@ -6296,7 +6394,7 @@ class Pages:
         tell where a request comes from."""
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        forwarded = any(FORWARDED.match(name) for name, _ in request.headers)
+        forwarded = any(map(FORWARDED.match, request.headers.keys()))
         same_site = ours and site in ("", "none", "same-origin")
         return is_loopback(peer) and same_site and not forwarded
 
@@ -6829,7 +6927,7 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
-        backend.connect().wire.close()
+        backend.connect().close()
     except OSError as error:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
