@@ -2051,7 +2051,7 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert view is not None
         scrubber.apply(view, kvproxy.Report())
 
-    assert_linear(work, make)
+    assert_linear(work, make, 8192)
     begun = time.thread_time()
     work(make(100_000))
     assert time.thread_time() - begun < 1
@@ -3356,16 +3356,12 @@ def rp_extends(
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_stamps_and_blocks_on_the_newest_message_only(dialect: str) -> None:
-    """OpenClaw 5.28: the stamp behind the metadata goes, the metadata comes back without its
-    ids."""
+    """OpenClaw 5.28: the stamp and the metadata come back, with the ids that tools need."""
     desk = RpDesk()
     block = 'Conversation info (untrusted metadata):\n```json\n{{"message_id": "{}", "sender": "ann"}}\n```\n\n'
     newest = block.format("m-1") + "[Tue 2026-12-01 07:05 UTC] hi"
     first = rp_play(desk, dialect, [("user", newest)])
-    assert (
-        first[1]
-        == 'user\nConversation info (untrusted metadata):\n```json\n{"sender": "ann"}\n```\n\nhi'
-    )
+    assert first[1] == f"user\n{newest}"
     turns = [
         ("user", "hi"),
         ("assistant", "a"),
@@ -5053,6 +5049,7 @@ def rp_newest(text: str, stem: str) -> str:
 RP_DRESSING = re.compile(
     r"(?s)<system-reminder>.*?</system-reminder>|<environment_(\w+)>.*?</environment_\1>|Sender \(.*?\n```json\n.*?\n```|"
     r"OpenClaw runtime context for the immediately preceding user message[.]\n.*|<<<BEGIN.*?END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    r"|\[Tue 2026-12-01 07:05 UTC\] "
 )
 
 
