@@ -2218,25 +2218,34 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
     """Each scanner over texts that are hostile to one of its alternatives; without the limits, which
     would end it early."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
-    rows = (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]"))
-    scrubber = kvproxy.Scrubber(Config(**SCRUB_ALL, system_first=False))
     start, piece, end = SCRUB_HOSTILE[name]
 
     def make(size: int) -> str:
         return start + piece * (size // len(piece)) + end
 
-    def work(text: str) -> None:
-        kvproxy.undress(text)
-        kvproxy.lift_text(text, rows)
-        body = {"messages": scrub_turns(("system", text), ("user", text))}
-        view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
-        assert view is not None
-        scrubber.apply(view, kvproxy.Report())
-
-    assert_linear(work, make)
+    assert_linear(scrub_work, make, 8192)
     begun = time.thread_time()
-    work(make(100_000))
+    scrub_work(make(100_000))
     assert time.thread_time() - begun < 1
+
+
+def scrub_work(text: str) -> None:
+    """All that looks for something in a text."""
+    kvproxy.undress(text)
+    kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
+    body = {"messages": scrub_turns(("system", text), ("user", text))}
+    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+    assert view is not None
+    config = Config(**SCRUB_ALL, system_first=False)
+    kvproxy.Scrubber(config).apply(view, kvproxy.Report())
+
+
+@pytest.mark.parametrize("name", ["members", "id lines behind", "sessions"])
+def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text is not copied for each of many cuts."""
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+    start, piece, end = SCRUB_HOSTILE[name]
+    assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -3538,16 +3547,12 @@ def rp_extends(
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_stamps_and_blocks_on_the_newest_message_only(dialect: str) -> None:
-    """OpenClaw 5.28: the stamp behind the metadata goes, the metadata comes back without its
-    ids."""
+    """OpenClaw 5.28: the stamp and the metadata come back, with the ids that tools need."""
     desk = RpDesk()
     block = 'Conversation info (untrusted metadata):\n```json\n{{"message_id": "{}", "sender": "ann"}}\n```\n\n'
     newest = block.format("m-1") + "[Tue 2026-12-01 07:05 UTC] hi"
     first = rp_play(desk, dialect, [("user", newest)])
-    assert (
-        first[1]
-        == 'user\nConversation info (untrusted metadata):\n```json\n{"sender": "ann"}\n```\n\nhi'
-    )
+    assert first[1] == f"user\n{newest}"
     turns = [
         ("user", "hi"),
         ("assistant", "a"),
@@ -5235,6 +5240,7 @@ def rp_newest(text: str, stem: str) -> str:
 RP_DRESSING = re.compile(
     r"(?s)<system-reminder>.*?</system-reminder>|<environment_(\w+)>.*?</environment_\1>|Sender \(.*?\n```json\n.*?\n```|"
     r"OpenClaw runtime context for the immediately preceding user message[.]\n.*|<<<BEGIN.*?END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    r"|\[Tue 2026-12-01 07:05 UTC\] "
 )
 
 
@@ -12631,7 +12637,7 @@ def test_bench_against_a_server(
     assert [seen.target for seen in posts] == ["/v1/chat/completions"] * 6
     straight, through = posts[:3], posts[3:]
     assert all("message_id" in system_of(seen) for seen in straight)
-    assert not any("message_id" in seen.body.decode() for seen in through)
+    assert not any("message_id" in system_of(seen) for seen in through)
 
 
 def test_bench_shows_the_servers_key(
