@@ -3436,23 +3436,22 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
 
-    `stored`: the newest first. What stands before the turns does not count here. One whose last message alone was put in
-    another way (a branch, a question beside the conversation) is passed over."""
-    talk = (one for one in stored if one.conversation == prompt.conversation)
-    own = list(
-        itertools.islice((one for one in talk if prompt.side or not one.side), COMPARED_PROMPTS)
-    )
+    `stored`: the newest first. What stands before the turns does not count here. One whose last
+    message alone was put in another way (a branch, a question beside the conversation) is passed
+    over."""
+    name, side = prompt.conversation, prompt.side
+    talk = (one for one in stored if one.conversation == name and (side or not one.side))
+    own = list(itertools.islice(talk, COMPARED_PROMPTS))
     relatives = kin(prompt, stored[:COMPARED_PROMPTS])
     whole = changed = None
     deepest, reached = (-1, 0), -1
     for entry in own + relatives:
         depth = common_prefix(prompt.turns, entry.turns)
+        may_have_changed = changed is None and entry in (own or relatives)
         if depth == len(entry.turns) or prompt.goes_on(entry):
             if (depth, prompt.common(entry)) > deepest:
                 whole, deepest = entry, (depth, prompt.common(entry))
-        elif changed is None and depth > deepest[0] and prompt.answered(depth):
-            if own and entry in relatives:
-                continue
+        elif may_have_changed and depth > deepest[0] and prompt.answered(depth):
             changed, reached = entry, depth
     return whole if whole is not None and deepest[0] > reached else changed
 
@@ -3467,18 +3466,15 @@ def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
         return []
     texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
     opening = prompt.opening()
+
+    def looks_alike(one: Prompt) -> bool:
+        first = one.opening()
+        begins = first in opening or opening in first or alike(first, opening)
+        return begins or not texts.isdisjoint(one.texts[one.first :])
+
+    found = [one for one in found if one.turns and not one.side and looks_alike(one)]
     return [
-        one
-        for one in found
-        if not one.side
-        and one.turns
-        and (
-            one.opening() in opening
-            or opening in one.opening()
-            or alike(one.opening(), opening)
-            or not texts.isdisjoint(one.texts[one.first :])
-        )
-        and (one.head() == prompt.head() or alike(one.system(), prompt.system()))
+        one for one in found if one.head() == prompt.head() or alike(one.system(), prompt.system())
     ]
 
 
@@ -3565,21 +3561,15 @@ def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
     where, (old, new) = case.verdict.where, case.texts
-    if where == "system":
-        name, pattern, needed = "LIFT_REGEX", line_pattern(old, new), ("scrub", "replay", "lift")
-    elif "(user)" in where:
-        name, pattern, needed = (
-            "REPLAY_REGEX",
-            block_pattern(old, new),
-            ("scrub", "replay", "replay"),
-        )
-    elif case.verdict.kind in ("tool order", "order of tool results"):
-        name, pattern, needed = "", "", ("scrub", "replay", "replay")
-    else:
+    order = case.verdict.kind in ("tool order", "order of tool results")
+    if where != "system" and "(user)" not in where and not order:
         return ""
-    for switch in needed:
+    for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
+    name, pattern = "REPLAY_REGEX", "" if order else block_pattern(old, new)
+    if where == "system":
+        name, pattern = "LIFT_REGEX", line_pattern(old, new)
     if not pattern or pattern in getattr(config, name.lower()):
         return ""
     return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
@@ -6326,7 +6316,8 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # all other verdicts are neither
+# of verdicts; all others are neither
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
