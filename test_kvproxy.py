@@ -4955,15 +4955,16 @@ def test_replay_clean_bodies_are_untouched_over_sockets(rig: Callable[..., Rig])
 
 # --- Truth: random conversations over sockets -----------------------------------------------------
 
-# A world has clients, told apart by key or address, and talks: conversations of agents whose prompts
-# look alike. Every piece of text that anybody sends carries a mark of its own (u1c2t3: client 1,
-# talk 2, text 3; dates, stamps and clock times are not used twice either), so that a forwarded prompt
-# can be held exactly against what its client said. All that a step does hangs on the seed and its
-# own number; so a world that fails is told again with fewer steps.
+# A world has clients, told apart by key or address, and talks: conversations of agents whose
+# prompts look alike. Every piece of text that anybody sends carries a mark of its own (u1c2t3:
+# client 1, talk 2, text 3; dates, stamps and clock times are not used twice either), so that a
+# forwarded prompt can be held exactly against what its client said. All that a step does hangs on
+# the seed and its own number; so a world that fails is told again with fewer steps.
 
 TR_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 TR_MARK = re.compile(
-    r"u\d+c\d+t\d+|[0-9a-f]{8}-0000-4000-8000-0{12}|2026-\d\d-\d\d \d\d:\d\d|203\d-\d\d-\d\d|(?<![\d-])\d\d:\d\d:\d\d(?!\d)"
+    r"u\d+c\d+t\d+|[0-9a-f]{8}-0000-4000-8000-0{12}|2026-\d\d-\d\d \d\d:\d\d|203\d-\d\d-\d\d"
+    r"|(?<![\d-])\d\d:\d\d:\d\d(?!\d)"
 )
 TR_CLIENTS = [
     "Authorization: Bearer key-of-ann", "Authorization: Bearer key-of-bob", "x-api-key: key-of-cy",
@@ -5005,15 +5006,16 @@ TR_INNER = (
     "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
     '{"text": "%s"}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
 )
+TR_INFO = 'Conversation info (untrusted metadata):\n```json\n{\n  "sender": "%s"\n}\n```'
+TR_REMINDER = "<system-reminder>\nNote: %s\n</system-reminder>"
+TR_DETAILS = "<environment_details>\n# Open\n%s.py\n</environment_details>"
 TR_BLOCKS = {  # what programs put beside a text: itself, its places, and the kind of its mark
     "sender": ('Sender (untrusted metadata):\n```json\n{"name": "%s"}\n```', "front", ""),
-    "info": ('Conversation info (untrusted metadata):\n```json\n{\n  "sender": "%s"\n}\n```', "front", ""),
-    "stamp": ("[Wed %s UTC]", "front", "stamp"),
+    "info": (TR_INFO, "front", ""), "stamp": ("[Wed %s UTC]", "front", "stamp"),
     "event": ("System: [%s:00 UTC] The job is done.", "front before", "stamp"),
     "runtime": (TR_RUNTIME + "This context is runtime-generated.\n\nstate: %s", "after", ""),
-    "inner": (TR_INNER, "after moving", ""),
-    "reminder": ("<system-reminder>\nNote: %s\n</system-reminder>", "front behind before after moving", ""),
-    "details": ("<environment_details>\n# Open\n%s.py\n</environment_details>", "front behind after", ""),
+    "inner": (TR_INNER, "after moving", ""), "details": (TR_DETAILS, "front behind after", ""),
+    "reminder": (TR_REMINDER, "front behind before after moving", ""),
     "desk": ("<desk-state>\nfocus: %s\n</desk-state>", "front behind before after", ""),
     "bracket": ("[Desk State]\nfocus: %s\n[/Desk State]", "front behind", ""),
     "labelled": ('Desk state:\n```json\n{"focus": "%s"}\n```', "front behind", ""),
