@@ -5133,6 +5133,7 @@ class TrTalk:
                 words = typed[-1].text
             elif not calm and self.lines and rng.random() < 0.1:  # quotes the system prompt
                 kind, marks = rng.choice(list(self.lines.items()))
+                kind = "git" if kind == "tag" else kind
                 words = TR_LINES[kind][0].replace("%s", marks[-1] if marks else "?") + "\nIs it so?"
             elif self.world.small:
                 words += " x" * rng.choice([0, 20_000])
@@ -5444,6 +5445,14 @@ class TrAsked:
         )
         return sum(one.role in ("assistant", "calls") for one, _ in alike)
 
+    def began(self, zone: int, items: list[TrItem], plainly: bool) -> bool:
+        """Whether these items begin with what it asked, up to the answer of a zone."""
+        ends = [i for i, one in enumerate(self.items) if one.role in ("assistant", "calls")]
+        mine = self.items[: [*ends, None][zone]] if zone <= len(ends) else []
+        first = items[: len(mine)]
+        same = [one.plain() for one in mine] == [one.plain() for one in first]
+        return mine == first or (plainly and same)
+
     def went_before(self, items: list[TrItem]) -> bool:
         """Whether these items go on from its answer."""
         return (
@@ -5523,13 +5532,14 @@ class TrWorld:
         raw = json.dumps(body, ensure_ascii=rng.random() < 0.5, separators=spaces).encode()
         asked = TrAsked(talk, list(talk.items), body, old, self.start)
         self.told.append(asked)
-        path, counted = TR_PATHS[talk.dialect], b""
+        path, counted = TR_PATHS[talk.dialect], raw
         if count:
             peer, orders, counted = self.send(talk, path + "/input_tokens", raw)
             self.finish(peer, orders, "count")
         peer, orders, forwarded = self.send(talk, path, raw)
-        tr_hold(counted in (b"", forwarded), "what is counted is what will be sent", counted)
         asked.sent = json.loads(forwarded)
+        same = not count or tr_entries(json.loads(counted)) == tr_entries(asked.sent)
+        tr_hold(same, "what is counted is what will be sent", counted)
         same = json.dumps(asked.sent) == json.dumps(body)
         tr_hold(raw == forwarded or not same, "if nothing changed, the very bytes", forwarded)
         self.check(asked)
@@ -5696,7 +5706,8 @@ class TrWorld:
         )
         twice = {m for m in typed if stated.count(m) != standing.count(m)}
         tr_hold(not twice, "typed once, there once", twice)
-        waits = {m for m in talk.lines.get("clock", ()) if own[-1].kind != "user"}
+        speaks = asked.items[-1].role == "user" and own[-1].kind != "assistant"
+        waits = set() if speaks else {*talk.lines.get("clock", ())}
         lost = set(stated) - set(standing) - waits
         tr_hold(not lost, "everything that the client states stands there", lost)
         alien = {m for m in set(standing) - set(stated) if self.owners[m] != talk.client}
@@ -5713,8 +5724,12 @@ class TrWorld:
             later = asked.items[max(shown, default=0) + 1 :] if habit.fate != "first" else []
             marks = {m for m in habit.marks if self.beside[m] not in later}
             self.check_newest(habit.kind, marks, own, entries)
-        settled = {m for one in self.asked if one.went_before(asked.items) for m in one.old}
-        back = (settled & set(standing)) - set(stated) if talk.habits else set()
+        front = [one for one in entries if one.zone < 0]
+        line = [one for one in self.asked if one.went_before(asked.items)] if talk.habits else []
+        settled = {
+            m for one in line if tr_entries(one.sent)[: len(front)] == front for m in one.old
+        }
+        back = (settled & set(standing)) - set(stated)
         tr_hold(not back, "what was history and went stays away", back)
         self.check_system(own, entries)
         size, limit = len(json.dumps(sent)), 2 * len(json.dumps(body)) + 16384
@@ -5733,28 +5748,33 @@ class TrWorld:
         for one in own:
             for mark in tr_marks(one.text):
                 places.setdefault(mark, set()).add(one.zone)
-        spoken = [one.role for one in asked.items]
-        asking = max(i for i, role in enumerate(spoken) if role == "user")
-        asking = sum(role in ("assistant", "calls") for role in spoken[:asking])
-        newest = {asking, own[-1].zone, max(one.zone for one in own if one.kind == "user")}
+        newest, answers = {own[-1].zone, max(one.zone for one in own if one.kind == "user")}, 0
+        asking: set[int] = set()  # zones since the last answer in words: tools were used in between
+        for item in asked.items:
+            answers += item.role in ("assistant", "calls")
+            asking = asking | {answers} if item.role == "user" else asking
+            asking = set() if item.role == "assistant" else asking
         early = [one.text for one in own if one.kind == "system" and one.zone == 0]
         first = {mark for text in early for mark in tr_marks(text)}
-        lines = [(one, one.shared(asked.items)) for one in self.asked]
+        before = [(one, one.shared(asked.items)) for one in self.asked]
         for zone, mark in ((one.zone, mark) for one in entries for mark in tr_marks(one.text)):
-            if mark in places and (zone in places[mark] or zone in newest or mark in first):
+            if mark in places and (
+                zone in places[mark] or zone in newest | asking or mark in first
+            ):
                 continue
-            if any(0 <= zone < shared and mark in one.zones.get(zone, ()) for one, shared in lines):
+            if any(
+                0 <= zone < shared and mark in one.zones.get(zone, ()) for one, shared in before
+            ):
                 continue
-            vain = [
-                one for one in self.asked if one.answer is None and mark in one.zones.get(zone, ())
-            ]
-            vain = [one for one in vain if one.items == asked.items[: len(one.items)]]
-            if vain and mark in self.lines and mark in places:
-                continue  # such a request went out before, and came to nothing
-            known = any(zone < n and one.start == self.start and one.answer for one, n in lines)
-            alike = [one for one in self.asked if mark in one.zones.get(zone, ()) and zone >= 0]
-            alike = [one for one in alike if one.talk.client == asked.talk.client]
-            alike = [one for one in alike if zone < one.shared(asked.items, plainly=True)]
+            mine = [one for one in self.asked if mark in one.zones.get(zone, ()) and zone >= 0]
+            mine = [one for one in mine if one.talk.client == asked.talk.client]
+            timely = (
+                TR_LINES[self.lines[mark]][1] in ("day", "clock") if mark in self.lines else None
+            )
+            if any(timely is not None and one.began(zone, asked.items, timely) for one in mine):
+                continue  # lifted text of an answer that nobody heard, or only the time of another
+            known = any(zone < n and one.start == self.start and one.answer for one, n in before)
+            alike = [one for one in mine if zone < one.shared(asked.items, plainly=True)]
             unsure = alike and (self.small or not known)  # nobody could tell these two apart
             tr_hold(bool(unsure), "nothing of another conversation, nothing moved", (mark, zone))
 
