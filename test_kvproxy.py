@@ -5024,7 +5024,7 @@ TR_BLOCKS = {  # what programs put beside a text: itself, its places, and the ki
     "headed": ("## Desk state\nfocus: %s", "front", ""),
     "prose": ("By the way, the light at %s is green.", "front behind before", ""),
 }  # fmt: skip
-TR_CALM = [["date", "today", "clock", "git", "folder"], list(TR_BLOCKS)[:-3]]  # lines and blocks
+TR_CALM = [["date", "today", "clock", "git", "folder"], list(TR_BLOCKS)[:8]]  # known ones
 TR_STEPS = {  # what may happen, and how often
     "go": 60, "fail": 6, "edit": 4, "delete": 4, "branch": 6, "again": 5, "hold": 7, "release": 7,
     "hang up": 4, "stop": 4, "restart": 4, "title": 4, "count": 3, "forge": 4, "elsewhere": 4,
@@ -5127,7 +5127,8 @@ class TrTalk:
         calm = self.world.calm
         typed = [one for one in self.items if one.role == "user"]
         for _ in range(1 if calm else rng.choice([1] * 9 + [2])):
-            words = rng.choice(TR_TYPED[4:5] if calm else TR_TYPED if typed else TR_TYPED[:5])
+            choice = TR_TYPED[:4] if self.world.mumbles else TR_TYPED if typed else TR_TYPED[:5]
+            words = rng.choice(TR_TYPED[4:5] if calm else choice)
             words = words.format(mark := self.mark(), mark)
             if not calm and typed and rng.random() < 0.1:
                 words = typed[-1].text
@@ -5471,6 +5472,7 @@ class TrWorld:
             more = [{"replay_mb": 1}, {"lift": False}, {"lift_regex": ("^Mode: .*$",)}]
             settings |= rng.choice([{}] * 5 + more)
         self.small = "replay_mb" in settings  # too little memory for what is said
+        self.mumbles = not calm and rng.random() < 0.25  # everybody says the same
         self.arrived: queue.Queue[Any] = queue.Queue()
         self.rig = Rig(self.script, **settings)
         self.owners: dict[str, int] = {}  # the client of each mark
@@ -5555,13 +5557,17 @@ class TrWorld:
     def answer(self, asked: TrAsked, peer: Peer, orders: Any, rng: random.Random) -> None:
         talk = asked.talk
         if talk.tools and rng.random() < 0.4 and not talk.prefill:
-            first = 0 if not self.calm and rng.random() < 0.2 else next(self.numbers) * 10
+            alike = self.mumbles or (not self.calm and rng.random() < 0.2)
+            first = 0 if alike else next(self.numbers) * 10
             calls = tuple(f"call_{first + i}_ab" for i in range(rng.choice([1, 1, 2, 3])))
-            said = TrItem("calls", rng.choice(["", f"Let me look: {talk.mark()}"]), calls)
+            said = TrItem(
+                "calls", rng.choice(["", f"Let me look: {talk.mark()}" * (not self.mumbles)]), calls
+            )
         else:
             long = rng.choice(["", "of many words " * 20])
             words = f"Answer {talk.mark()} {long}ends with {talk.mark()}"
-            words = words if self.calm or rng.random() < 0.6 else rng.choice(TR_ALIKE)
+            alike = not self.calm and (self.mumbles or rng.random() < 0.4)
+            words = rng.choice(TR_ALIKE) if alike else words
             said = TrItem("assistant", words)
         if rng.random() < 0.3:
             said.thought = f"I think of {talk.mark()}"
@@ -5677,61 +5683,18 @@ class TrWorld:
         return [one for kind, run in batches for one in (sorted(run) if kind == "result" else run)]
 
     def check(self, asked: TrAsked) -> None:
-        talk, body, sent = asked.talk, asked.body, asked.sent
+        """All that must hold of what the server got."""
+        body, sent = asked.body, asked.sent
         own, entries = tr_entries(body), tr_entries(sent)
         for one in entries:
             asked.zones.setdefault(one.zone, set()).update(tr_marks(one.text))
         prompt = ("messages", "system", "input", "instructions", "tools")
-        rest, kept = ({k: v for k, v in one.items() if k not in prompt} for one in (body, sent))
-        tr_hold(rest == kept, "all but the prompt is equal", kept)
-        rest, kept = (
-            sorted(json.dumps(tool, sort_keys=True) for tool in one.get("tools", ()))
-            for one in (body, sent)
-        )
-        tr_hold(rest == kept, "the tools are the same", kept)
-        before, after = self.said(own), self.said(entries)
-        tr_hold(
-            before == after, "what was said stands there, in its order, unchanged", (before, after)
-        )
-
-        typed = {m for item in asked.items if item.role == "user" for m in tr_marks(item.text)}
-        quotes = [item.text for item in asked.items if item.text.endswith("\nIs it so?")]
-        for each in (own, entries):  # a person's quotation of a line is not the line
-            for i, one in enumerate(each):
-                for text in quotes if one.kind == "user" else ():
-                    each[i] = one = one._replace(text=one.text.replace(text, ""))
-        typed -= self.lines.keys()
-        stated, standing = (
-            [m for one in each for m in tr_marks(one.text)] for each in (own, entries)
-        )
-        twice = {m for m in typed if stated.count(m) != standing.count(m)}
-        tr_hold(not twice, "typed once, there once", twice)
-        speaks = asked.items[-1].role == "user" and own[-1].kind != "assistant"
-        waits = set() if speaks else {*talk.lines.get("clock", ())}
-        lost = set(stated) - set(standing) - waits
-        tr_hold(not lost, "everything that the client states stands there", lost)
-        alien = {m for m in set(standing) - set(stated) if self.owners[m] != talk.client}
-        tr_hold(not alien, "nobody gets what another client sent", alien)
-
-        values = {kind: {m for m in self.lines if self.lines[m] == kind} for kind in TR_LINES}
-        for kind in set(values) - (set(talk.lines) - talk.gone):
-            stale = values[kind] & set(standing)
-            tr_hold(not stale, f"a line that is gone does not stand on: {kind}", stale)
-        for kind, marks in values.items():
-            self.check_newest(kind, marks - waits, own, entries)
-        for habit in talk.habits:  # what was restored beside a later text may stand behind it
-            shown = [asked.items.index(self.beside[m]) for m in stated if m in habit.marks]
-            later = asked.items[max(shown, default=0) + 1 :] if habit.fate != "first" else []
-            marks = {m for m in habit.marks if self.beside[m] not in later}
-            self.check_newest(habit.kind, marks, own, entries)
-        front = [one for one in entries if one.zone < 0]
-        line = [one for one in self.asked if one.went_before(asked.items)] if talk.habits else []
-        settled = {
-            m for one in line if tr_entries(one.sent)[: len(front)] == front for m in one.old
-        }
-        back = (settled & set(standing)) - set(stated)
-        tr_hold(not back, "what was history and went stays away", back)
-        self.check_system(own, entries)
+        came, went = ({k: v for k, v in one.items() if k not in prompt} for one in (body, sent))
+        tr_hold(came == went, "all but the prompt is equal", went)
+        tools = [[json.dumps(t, sort_keys=True) for t in b.get("tools", ())] for b in (body, sent)]
+        tr_hold(sorted(tools[0]) == sorted(tools[1]), "the tools are the same", tools)
+        spoken = self.said(own), self.said(entries)
+        tr_hold(spoken[0] == spoken[1], "what was said stands there, in order, unchanged", spoken)
         size, limit = len(json.dumps(sent)), 2 * len(json.dumps(body)) + 16384
         tr_hold(size <= limit, "restored text has a bound", (size, limit))
         ids = [{one.key for one in entries if one.kind == kind} for kind in ("call", "result")]
@@ -5739,7 +5702,53 @@ class TrWorld:
         runs = [kind for kind, _ in itertools.groupby(one.kind for one in entries)]
         behind = {next for kind, next in itertools.pairwise(runs) if kind == "call"}
         tr_hold(behind <= {"result"}, "results follow their calls", runs)
+        self.check_system(own, entries)
+        quotes = [item.text for item in asked.items if item.text.endswith("\nIs it so?")]
+        for each in (own, entries):  # a person's quotation of a line is not the line
+            for i, one in enumerate(each):
+                for text in quotes if one.kind == "user" else ():
+                    each[i] = one = one._replace(text=one.text.replace(text, ""))
+        self.check_values(asked, own, entries)
         self.check_places(asked, own, entries)
+
+    def check_values(self, asked: TrAsked, own: list[TrEntry], entries: list[TrEntry]) -> None:
+        """Everything that is stated stands there, the newest last, and nothing that was withdrawn,
+        or that another client sent."""
+        talk = asked.talk
+        stated, standing = (
+            [mark for one in each for mark in tr_marks(one.text)] for each in (own, entries)
+        )
+        typed = {m for item in asked.items if item.role == "user" for m in tr_marks(item.text)}
+        twice = {m for m in typed - {*self.lines} if stated.count(m) != standing.count(m)}
+        tr_hold(not twice, "typed once, there once", twice)
+        speaks = asked.items[-1].role == "user" and own[-1].kind != "assistant"
+        waits = set() if speaks else {*talk.lines.get("clock", ())}
+        lost = {*stated} - {*standing} - waits
+        tr_hold(not lost, "everything that the client states stands there", lost)
+        alien = {m for m in {*standing} - {*stated} if self.owners[m] != talk.client}
+        tr_hold(not alien, "nobody gets what another client sent", alien)
+
+        def newest(kind: str, marks: set[str]) -> None:
+            first, last = ([m for m in each if m in marks] for each in (stated, standing))
+            right = not first or first[-1] == last[-1]
+            tr_hold(right, f"the newest value stands last: {kind}", (first, last))
+
+        for kind in TR_LINES:
+            marks = {m for m in self.lines if self.lines[m] == kind}
+            stale = marks & {*standing} if kind in talk.gone or kind not in talk.lines else set()
+            tr_hold(not stale, f"a line that is gone does not stand on: {kind}", stale)
+            newest(kind, marks - waits)
+        for habit in talk.habits:  # what was restored beside a later text may stand behind it
+            shown = [asked.items.index(self.beside[m]) for m in stated if m in habit.marks]
+            later = asked.items[max(shown, default=0) + 1 :] if habit.fate != "first" else []
+            newest(habit.kind, {m for m in habit.marks if self.beside[m] not in later})
+        front = [one for one in entries if one.zone < 0]
+        line = [one for one in self.asked if one.went_before(asked.items)] if talk.habits else []
+        settled = {
+            m for one in line if tr_entries(one.sent)[: len(front)] == front for m in one.old
+        }
+        back = (settled & {*standing}) - {*stated}
+        tr_hold(not back, "what was history and went stays away", back)
 
     def check_places(self, asked: TrAsked, own: list[TrEntry], entries: list[TrEntry]) -> None:
         """Each mark stands where its client has it, or in the newest turn, or where it stood when
@@ -5777,15 +5786,6 @@ class TrWorld:
             alike = [one for one in mine if zone < one.shared(asked.items, plainly=True)]
             unsure = alike and (self.small or not known)  # nobody could tell these two apart
             tr_hold(bool(unsure), "nothing of another conversation, nothing moved", (mark, zone))
-
-    def check_newest(
-        self, kind: str, marks: set[str], own: list[TrEntry], entries: list[TrEntry]
-    ) -> None:
-        stated, last = (
-            [m for one in each for m in tr_marks(one.text) if m in marks] for each in (own, entries)
-        )
-        newest = stated[-1:] in ([], last[-1:])
-        tr_hold(newest, f"the newest value stands last: {kind}", (stated, last))
 
     def check_system(self, own: list[TrEntry], entries: list[TrEntry]) -> None:
         """One system text, in front, and no line lost or made up."""
