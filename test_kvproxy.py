@@ -5098,7 +5098,8 @@ class TrTalk:
         self.notes: dict[TrItem, tuple[str, bool]] = {}  # system messages; for one turn only?
         self.tools = dict.fromkeys(rng.sample(["ls", "read", "grep"], rng.choice([0, 2, 3])), "")
         self.model, self.prefill = "m", ""
-        self.ways = set(rng.sample(["parts", "thoughts", "two", "names", "shuffles"], 2))
+        ways = ["parts", "thoughts", "names", "shuffles", *([] if calm else ["two"])]
+        self.ways = set(rng.sample(ways, 2))
 
     def copy(self, number: int, items: list[TrItem]) -> TrTalk:
         """Another conversation of this client, with these items."""
@@ -5763,12 +5764,12 @@ class TrWorld:
             answers += item.role in ("assistant", "calls")
             asking = asking | {answers} if item.role == "user" else asking
             asking = set() if item.role == "assistant" else asking
-        early = [one.text for one in own if one.kind == "system" and one.zone == 0]
-        first = {mark for text in early for mark in tr_marks(text)}
+        early = [one for one in own if one.kind == "system" and one.zone <= 0][1:]
+        first = {mark for one in early for mark in tr_marks(one.text)}  # in front or beside turn 1
         before = [(one, one.shared(asked.items)) for one in self.asked]
         for zone, mark in ((one.zone, mark) for one in entries for mark in tr_marks(one.text)):
             if mark in places and (
-                zone in places[mark] or zone in newest | asking or mark in first
+                zone in places[mark] or zone in newest | asking or (mark in first and zone < 1)
             ):
                 continue
             if any(
