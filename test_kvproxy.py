@@ -5598,11 +5598,17 @@ class TrWorld:
 
     def restart(self) -> None:
         self.rig.proxy.stop(0)
-        self.flying.clear()
+        self.forget()
         self.start += 1
         self.rig.proxy = Proxy(self.rig.proxy.config)
         self.rig.proxy.start()
         self.rig.port = int(self.rig.proxy.url.rsplit(":", 1)[1])
+
+    def forget(self) -> None:
+        """Nobody waits any more for what the server was still to answer."""
+        for _, _, orders in self.flying:
+            orders.put(("fail", None))
+        self.flying.clear()
 
     def other(self, what: str, talk: TrTalk, rng: random.Random) -> TrTalk:
         """A talk with this one's items: another tab of it, a request for its title, or one that
@@ -5832,13 +5838,14 @@ def tr_run(seed: int, steps: Iterable[int], **settings: Any) -> tuple[str, TrWor
     try:
         for number in steps:
             world.step(number)
-        for _, peer, orders in world.flying:
-            world.finish(peer, orders, "fail")
+        while world.flying:
+            world.finish(*world.flying.pop()[1:], "fail")
         tr_hold(not world.rig.server.faults, "the server's script", world.rig.server.faults)
     except TrFault as fault:
         world.told.append(f"BROKEN: {fault.args[0]}: {fault.args[1]}")
         return str(fault.args[0]), world
     finally:
+        world.forget()
         world.rig.close()
     return "", world
 
