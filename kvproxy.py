@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the kvproxy authors
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
 their prompts.
 
 One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
 
     python kvproxy.py demo                                      see what it does; needs no server
-    BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py         serve on 127.0.0.1:1234
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
     python kvproxy.py --help                                    every command and setting
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
@@ -31,41 +35,53 @@ To use it from a program (importing starts nothing and reads no environment):
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    sys.exit(TOO_OLD % sys.version_info[:2])
+
 import argparse
+import array
+import codecs
 import collections
 import contextlib
 import copy
 import dataclasses
 import difflib
 import errno
+import functools
+import glob
 import hashlib
 import html
 import http
 import http.client
+import io
 import ipaddress
 import itertools
 import json
 import logging
-import marshal
+import logging.handlers
+import math
 import os
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
 import stat
 import statistics
 import struct
-import sys
 import textwrap
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple, NoReturn, cast
 
 try:
     import ssl
@@ -119,12 +135,14 @@ class Config:
         True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
     )
     strip_message_ids: str = setting(
-        "1",
-        "drop per-message ids from OpenClaw's metadata; system: in system prompts only",
+        "system",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
         choices=("0", "1", "system"),
     )
-    strip_timestamps: bool = setting(
-        True, "drop the [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts"
+    strip_timestamps: str = setting(
+        "auto",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        choices=("auto", "0", "1"),
     )
     strip_billing: bool = setting(
         True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
@@ -189,7 +207,10 @@ class Config:
     )
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
     max_connections: int = setting(
-        2048, "client connections at a time; more are answered with 503", low=1, high=100000
+        2048,
+        "client connections at a time; idle and slow ones give way, else 503",
+        low=1,
+        high=100000,
     )
     allowed_hosts: str = setting(
         "", "more names that the Host header may carry, separated by commas"
@@ -197,7 +218,7 @@ class Config:
     log_level: str = setting(
         "info", "how much is logged", choices=("debug", "info", "warning", "error")
     )
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -268,7 +289,13 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     if isinstance(item.default, (int, float)):
         with contextlib.suppress(ValueError):
             return type(item.default)(text)
+    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
+        return "http://" + text
     return text.lower() if "choices" in item.metadata else text
+
+
+# A host (a name, an address) with a port, and perhaps a path.
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
 
 
 def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -280,6 +307,35 @@ def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple
             _check(item, name, (text,), text)
             found.append((int(match[1] or 1), name, text))
     return tuple(text for _, _, text in sorted(found))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    for item in dataclasses.fields(Config):
+        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+        if re.fullmatch(item.name.upper() + more, name):
+            return True
+    return False
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
+    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        for name in names if not is_setting(variable) else ():
+            if bare == name or one_edit(bare, name):
+                yield variable, name
+
+
+def one_edit(a: str, b: str) -> bool:
+    """Whether two words differ in one letter, or in the order of two neighbours."""
+    at = common_prefix(a, b)
+    a, b = a[at:], b[at:]
+    return a != b and (
+        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+    )
 
 
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
@@ -414,12 +470,9 @@ class Turn:
     holder: Json
     key: str
     item: Json | None
-    found: list[Slot] | None = None  # slots()
     raw: bytes | None = None  # the item as JSON
     counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
-    mark: tuple[str | None, int] | None = (
-        None  # for Replay: what it says, and its link in the chain
-    )
+    said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
@@ -433,7 +486,7 @@ class Turn:
 
     def changed(self) -> None:
         """Forget what was found out about it."""
-        self.found = self.raw = self.mark = self.told = None
+        self.raw = self.said = self.told = None
 
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
@@ -449,57 +502,25 @@ class Turn:
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, in order; tool calls and tool results are
         not among them."""
-        if self.found is None:
-            content = self.holder.get(self.key)
-            found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
-            for index, part in enumerate(content if isinstance(content, list) else ()):
-                if isinstance(part, str):
-                    found.append(Slot(self, content, index))
-                elif (
-                    isinstance(part, dict)
-                    and part.get("type") in TEXT_PARTS
-                    and isinstance(part.get("text"), str)
-                ):
+        content = self.holder.get(self.key)
+        if isinstance(content, str):
+            return [Slot(self, self.holder, self.key)]
+        found = []
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, str):
+                found.append(Slot(self, content, index))
+            elif isinstance(part, dict) and isinstance(part.get("text"), str):
+                if part.get("type") in TEXT_PARTS:
                     found.append(Slot(self, part, "text"))
-            self.found = found
-        return self.found
+        return found
 
     def text(self) -> str:
         slots = self.slots()
         return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
 
-    def rest(self) -> str:
-        """What the turn says beside its texts, each piece behind a separator: tool calls by id and
-        name, results, images; not how a client spells them."""
-        content, item = self.holder.get(self.key), self.item
-        said: list[Any] = []
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS:
-                    said += (
-                        [part.get("id"), part.get("name")]
-                        if part.get("type") == "tool_use"
-                        else [bare(part)]
-                    )
-        elif content is not None and not isinstance(content, str):
-            said.append(content)
-        if item is not None:
-            keys = ("name",) if self.role == "user" else ("call_id", "tool_call_id")
-            said += [item[key] for key in keys if item.get(key) is not None]
-            calls = item.get("tool_calls")
-            for call in calls if isinstance(calls, list) else ():
-                function = call.get("function") if isinstance(call, dict) else None
-                said += (
-                    [call.get("id"), function.get("name")] if isinstance(function, dict) else [call]
-                )
-        return "".join(
-            [PIECE + (piece if isinstance(piece, str) else _sorted_json(piece)) for piece in said]
-        )
 
-
-PIECE = "\x1f"
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-_UNSAID_PARTS = (
+UNSAID_PARTS = (
     *TEXT_PARTS,
     "thinking",
     "redacted_thinking",
@@ -599,6 +620,14 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     return View(body, dialect, head, [turn_of(item) for item in items])
 
 
+def goes_on_elsewhere(view: View) -> bool:
+    """Whether the server holds a part of the prompt: a stored response, or items by reference."""
+    stored = ("previous_response_id", "conversation")
+    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
+        return True
+    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+
+
 def guess_dialect(body: Json) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
     if "input" in body:
@@ -675,32 +704,16 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
-Bounds = list[tuple[int, int]]  # (how many turns stand before a place in a body, that place)
-
-
-class Prefix(NamedTuple):
-    """The beginning of a body's list: its bytes in pieces, each with the number of turns up to its
-    end."""
-
-    dialect: Dialect
-    pieces: list[tuple[bytes, int]]
-    turns: list[Turn]
-
-
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The least recently used
-    go first. Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
+    Safe to use from many threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes of JSON in each of two generations and in the prefixes; a turn takes twice
-        to six times that."""
+        """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.newer: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.older: dict[bytes, Turn] = {}
-        self.size = 0  # of `newer`
-        self.prefixes: list[Prefix] = []  # of large bodies, the newest first
-        self.short = 65536  # bytes; the turns of shorter bodies are looked up one by one
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
@@ -720,9 +733,7 @@ class Reader:
         if found is None:
             raise Unreadable("not the usual spelling")
         start, opening = found.start(1), found[2]
-        turns, known = self.begin(raw, start, dialect)
-        place = known[-1][1] if known else found.start(2)
-        bounds, after = self.read(bytes(memoryview(raw)[place:]), opening, turns, dialect)
+        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
         text = f"{raw[:start].decode()}-Infinity{after}"
         body = _parse_holed(text)
         if (
@@ -735,20 +746,13 @@ class Reader:
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
-        if len(raw) >= self.short:
-            self.end(raw, start, view, known, [(count, place + at) for count, at in bounds])
         return view
 
-    # --- turn by turn -----------------------------------------------------------------------------
-
-    def read(
-        self, data: bytes, opening: bytes, turns: list[Turn], dialect: Dialect
-    ) -> tuple[Bounds, str]:
-        """Append the turns that `data` begins with to `turns`. Returns where they begin, and what
-        follows the list."""
-        bounds, at, wasted = [], 0, 0
+    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
+        """The turns that `data` begins with, and what follows the list."""
+        turns: list[Turn] = []
+        at = wasted = 0
         while True:
-            bounds.append((len(turns), at))
             end, comma = next_item(data, opening, at)
             first = not turns and not dialect.system
             turn = self.recall(data[at : end - comma], first) if comma else None
@@ -764,14 +768,12 @@ class Reader:
             turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
             if behind[1] == b"]":
-                return bounds, data[at:].decode()
+                return turns, data[at:].decode()
 
     def recall(self, raw: bytes, first: bool) -> Turn | None:
         """The turn in these bytes, if it is known; but what is cut out of a system text depends on
         those before it."""
-        turn = self.newer.get(raw)
-        if turn is None and (turn := self.older.get(raw)) is not None:
-            self.keep(raw, turn)
+        turn = self.known.get(raw)
         return None if turn is None or (turn.role == "system" and not first) else turn
 
     def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
@@ -785,58 +787,21 @@ class Reader:
         return turn
 
     def keep(self, raw: bytes, turn: Turn) -> None:
-        size = len(raw) + 1000
+        size = turn_size(raw)
         if size > self.limit >> 1:
             return  # all others would have to go
-        if self.size + size > self.limit:
-            self.older, self.newer, self.size = self.newer, {}, 0
         self.size += size
-        self.newer[raw] = turn
+        self.known[raw] = turn
+        while self.size > self.limit:
+            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
+                oldest = next(iter(self.known))
+                del self.known[oldest]
+                self.size -= turn_size(oldest)
 
-    # --- the beginning of large bodies, as a whole ------------------------------------------------
 
-    def begin(
-        self, raw: bytes | bytearray, start: int, dialect: Dialect
-    ) -> tuple[list[Turn], Bounds]:
-        """The turns that the list at `start` has in common with an earlier one, and the bounds of
-        the pieces they came in."""
-        best: Bounds = []
-        turns: list[Turn] = []
-        for prefix in self.prefixes:
-            bounds, at = [], start
-            for piece, count in prefix.pieces if prefix.dialect is dialect else ():
-                if not raw.startswith(piece, at):
-                    break
-                at += len(piece)
-                bounds.append((count, at))
-            if bounds[-1:] > best[-1:]:
-                best, turns = bounds, prefix.turns[: bounds[-1][0]]
-        return turns, best
-
-    def end(
-        self, raw: bytes | bytearray, start: int, view: View, known: Bounds, bounds: Bounds
-    ) -> None:
-        """Note the beginning of a body's list: up to its newest user turn, which may come in
-        another form next time, and up to its last turn."""
-        turns, last = view.turns, bounds[-1]
-        newest = next((i for i in range(len(turns) - 1, 0, -1) if turns[i].role == "user"), 0)
-        middle = max((bound for bound in known + bounds if 0 < bound[0] <= newest), default=last)
-        if [middle, last] == known or last[0] == 0 or last[1] - start > self.limit:
-            return
-        if any(turn.role == "system" for turn in turns[0 if view.dialect.system else 1 :]):
-            return  # see recall()
-        data = memoryview(raw)
-        pieces = [
-            (bytes(data[start : middle[1]]), middle[0]),
-            (bytes(data[middle[1] : last[1]]), last[0]),
-        ]
-        used, prefixes = last[1] - start, [Prefix(view.dialect, pieces, turns[: last[0]])]
-        for other in self.prefixes[:7]:
-            if not raw.startswith(other.pieces[0][0], start):  # else this one has taken its place
-                used += sum(len(piece) for piece, _ in other.pieces)
-                if used <= self.limit:
-                    prefixes.append(other)
-        self.prefixes = prefixes
+def turn_size(raw: bytes) -> int:
+    """About the bytes that a turn takes, which was read from these."""
+    return 1500 + 3 * len(raw)
 
 
 def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
@@ -889,6 +854,12 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
+    def count(self, counts: list[tuple[str, int]]) -> bool:
+        """Add numbers to fields; whether there were any."""
+        for name, number in counts:
+            setattr(self, name, getattr(self, name) + number)
+        return bool(counts)
+
     def edits(self) -> int:
         return (
             self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
@@ -901,7 +872,41 @@ class Report:
 # out
 # ==================================================================================================
 
-# --- OpenClaw's decorations at the start of a user text, parsed once by lead(); the rules below wor
+LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
+    "turns": 8000,
+    "texts in a turn": 500,
+    "tools": 2000,
+    "decorations of a text": 256,
+}
+
+
+def check_limit(what: str, count: int) -> None:
+    """Raise Unreadable if there are more than LIMITS allows."""
+    if count > LIMITS[what]:
+        raise Unreadable(f"too many {what}")
+
+
+def check_limits(view: View) -> None:
+    """Raises Unreadable."""
+    check_limit("turns", len(view.turns))
+    check_limit("tools", len(listed(view.body.get("tools"))))
+    for turn in view.all():
+        check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+
+
+Span = tuple[int, int]  # from the first character to the one behind the last
+
+
+def without(text: str, spans: list[Span]) -> str:
+    """A text without some parts of it; those may overlap."""
+    kept, at = [], 0
+    for start, end in sorted(spans):
+        kept.append(text[at:start])
+        at = max(at, end)
+    return "".join([*kept, text[at:]])
+
+
+# --- decorations: what OpenClaw and others put in front of a user text, and behind it --------------
 
 _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
@@ -911,177 +916,208 @@ _CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026
     r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
     r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
-_EVENT = r"System(?: \(untrusted\))?:"
+# [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
+# without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
+# with the message, and never vary.
+_STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
 _LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_EVENT = r"System(?: \(untrusted\))?:"
+_INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 
-LEADS = (  # (kind, pattern), tried in this order where a text begins, again and again
-    # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-    # without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
-    # with the message, and never vary.
-    ("stamp", rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|$)"),
-    ("block", rf"{_LABEL} ?\n```(?:json)?\n(?P<json>.*?)\n```(?:\n+|$)"),
-    (
-        "context",
-        r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?:[^\n]+\n)+(?:\n|$)",
-    ),
-    ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "),
-    ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*(?:\n+|$)"),
-    ("runtime", r"OpenClaw runtime context for the (?:.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|.*)"),
-    ("internal", r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"),
-    ("reminder", r"<system-reminder>.*?</system-reminder>"),
-    ("environment", r"<environment_(?P<env>context|details)>.*?</environment_(?P=env)>"),
-    ("reply", r"\[Replying to .*?\[/Replying\]"),
-    (
-        "line",
-        r"(?:\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\]|Delivery: [^\n]*)(?:\n+|$)",
-    ),
-)
-LEAD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in LEADS), re.DOTALL)
-TAILS = (  # (kind, opening, ending) of decorations at the end of a text; the first whose ending fits
+LEADS = tuple(  # (kind, how it begins, how it ends; nothing: where the beginning does)
+    (kind, opening, re.compile(ending))
+    for kind, opening, ending in (
+        ("stamp", _STAMP, ""),
+        ("block", rf"{_LABEL} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
+        ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])", r"\n(?:\n|\Z)"),
+        ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
+        ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*", ""),
+        ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
+        ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
+        ("reminder", "<system-reminder>", "</system-reminder>"),
+        ("environment", "<environment_context>", "</environment_context>"),
+        ("environment", "<environment_details>", "</environment_details>"),
+        ("reply", r"\[Replying to ", r"\[/Replying\]"),
+        ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
+        ("line", r"Delivery: [^\n]*", ""),
+    )
+)  # fmt: skip
+LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
+TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
 TAIL_LINE = re.compile(
-    r"\[(?:message_id|slack message id|media attached)[: ][^\]]*\]\Z|Runtime: agent=.* \| "
+    r"\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]\Z|Runtime: agent=[^\n]* \| "
 )
 
 
-def lead(text: str) -> list[re.Match[str]]:
-    """The decorations at the start of a user text, in order; a match's group names are the kinds of
-    LEADS.
+class Lead(NamedTuple):
+    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
+    `inner` is where its content begins."""
+
+    kind: str
+    start: int
+    inner: int
+    end: int
+
+
+def lead(text: str) -> list[Lead]:
+    """The decorations at the start of a user text, in order. Raises Unreadable.
 
     At most one stamp counts: a second one was typed by the person.
     """
-    found: list[re.Match[str]] = []
+    found: list[Lead] = []
+    stamped = False
     at = len(text) - len(text.lstrip())
-    while match := LEAD.match(text, at):
-        if match["stamp"] is not None and any(one["stamp"] is not None for one in found):
+    while opening := LEAD.match(text, at):
+        kind, _, ending = LEADS[(opening.lastindex or 0) - 1]
+        closing = ending.search(text, opening.end())
+        if closing is None or (stamped and kind == "stamp"):
             break
-        found.append(match)
-        at = match.end()
-        while text.startswith("\n", at):
-            at += 1
+        stamped = stamped or kind == "stamp"
+        end = closing.end()
+        while text.startswith("\n", end):
+            end += 1
+        found.append(Lead(kind, at, opening.end(), end))
+        check_limit("decorations of a text", len(found))
+        at = end
     return found
 
 
 def only_lead(text: str) -> bool:
     """Whether a part of a user turn holds decorations alone, so that the next part begins what the
     person wrote."""
-    spans = lead(text)
-    return not text[spans[-1].end() if spans else 0 :].strip()
+    found = lead(text)
+    return not text[found[-1].end if found else 0 :].strip()
 
 
-# --- JSON members taken out without touching the layout of what stays -----------------------------
+# --- JSON members, found without parsing: the layout of what stays is kept -------------------------
 
 ID_KEYS = frozenset(
     ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
 )
-# In the system prompt these vary from turn to turn as well: who speaks in a group, and what was
-# mentioned.
-INBOUND_KEYS = ID_KEYS | {"sender_id", "flags"}
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+# What is no string and no bracket passes if it looks like numbers, words, commas and colons: it is
+# enough to know where a value ends.
+JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
+JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
+JSON_COMMA = re.compile(r"\s*(,\s*)?")
+CLOSING = {"{": "}", "[": "]"}
 
 
-def nested(levels: int) -> str:
-    """A pattern for a JSON object or array of so many levels. What is no string passes if it looks
-    like numbers, words, commas and colons: it is enough to know where the value ends."""
-    inner, loose = _STRING + (f"|{nested(levels - 1)}" if levels > 1 else ""), r"[\s\w.,:+-]*"
-    return rf"[{{\[]{loose}(?:(?:{inner}){loose})*[}}\]]"
+def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
+    """Where the JSON object or array at text[start] ends, and its members of those names, at any
+    depth. (-1, []) where no such value stands."""
+    quoted = {f'"{name}"' for name in names}
+    found: list[Span] = []
+    open_brackets: list[str] = []
+    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
+    at = start
+    while token := JSON_TOKEN.match(text, at):
+        word, at = token[1], token.end()
+        if word in CLOSING:
+            open_brackets.append(CLOSING[word])
+        elif not open_brackets:
+            break
+        elif word in "}]":
+            if open_brackets.pop() != word:
+                break
+            if member >= 0 and len(open_brackets) == outside:
+                found.append((member, at))
+                member = -1
+            if not open_brackets:
+                return at, found
+        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
+            if text.startswith(("{", "["), value.end()):
+                member, outside = token.start(1), len(open_brackets)
+            else:
+                found.append((token.start(1), value.end()))
+            at = value.end()
+    return -1, []
 
 
-def member_of(keys: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the members of those names, with the comma behind. In JSON, no string holds
-    such bare quotes."""
-    names = "|".join(sorted(keys))
-    return re.compile(
-        rf'"(?:{names})"\s*:\s*(?:{_STRING}|{nested(8)}|[\w.+-]+)(?P<space>\s*)(?P<comma>,\s*)?'
-    )
+def with_commas(text: str, members: list[Span]) -> list[Span]:
+    """What has to go with these members of a JSON value, so that no comma dangles."""
+    spans: list[Span] = []
+    for start, end in members:
+        comma = JSON_COMMA.match(text, end)
+        assert comma is not None  # it matches nothing, too
+        if comma[1]:
+            spans.append((start, comma.end()))
+            continue
+        # the last one of its object: the comma before it goes
+        while spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        while text[start - 1].isspace():
+            start -= 1
+        if text[start - 1] == ",":
+            start -= 1
+        spans.append((start, comma.end() if text[start - 1] == "{" else end))
+    return spans
 
 
-NESTED = re.compile(nested(8))  # clients write three levels at most
-ID_MEMBER, INBOUND_MEMBER = member_of(ID_KEYS), member_of(INBOUND_KEYS)
+# --- OpenClaw's inbound object ---------------------------------------------------------------------
 
-
-def drop_members(text: str, start: int, member: re.Pattern[str]) -> tuple[str, int, int]:
-    """Take the members that `member` matches, at any depth, out of the JSON object or array at
-    text[start].
-
-    Returns (new value, end of the old value, members removed). The layout of what stays is kept,
-    and no comma dangles. Where no such value ends, that is ("", start, 0)."""
-    value = NESTED.match(text, start)
-    if value is None:
-        return "", start, 0
-    kept, at, removed = "", start, 0
-    for match in member.finditer(text, start, value.end()):
-        kept += text[at : match.start()]
-        at = match.end()
-        removed += 1
-        if not match["comma"]:  # the last member: the comma before it goes
-            kept = kept.rstrip().removesuffix(",")
-            at = match.end() if kept.endswith("{") else match.start("space")
-    return kept + text[at : value.end()], value.end(), removed
-
-
-# --- the rules' functions: a text and the decorations at its start in, cuts out -------------------
-
-
-class Cut(NamedTuple):
-    """text[start:end] becomes `put`, which has `removed` things less."""
-
-    start: int
-    end: int
-    put: str
-    removed: int
-
-
-Lead = list[re.Match[str]]
 INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
+BRACKET = re.compile(
+    rf"{_STRING[:-1]}(?:\"|$)|[{{}}\[\]]", re.MULTILINE
+)  # a string ends with its line
 
 
-def cut_inbound(text: str, _: Lead) -> Iterator[Cut]:
-    """The per-turn keys of each openclaw.inbound_meta JSON object in a system prompt."""
-    done = 0
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 16):  # clients write one
-        start = mark.start()
-        for _attempt in range(
-            32
-        ):  # the nearest brace whose object holds the mark: not one of `flags`, nor in a text
-            start = text.rfind("{", done, start)
-            if start < 0:
-                break
-            value, end, count = drop_members(text, start, INBOUND_MEMBER)
-            if end > mark.start():
-                done = end
-                if count:
-                    yield Cut(start, end, value, count)
-                break
+def inbound_objects(text: str) -> Iterator[int]:
+    """Where the openclaw.inbound_meta JSON objects of a system prompt begin; clients write one."""
+    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
+        room = max(0, mark.start() - INBOUND_ROOM)
+        open_brackets: list[re.Match[str]] = []
+        # No JSON string holds a line break, so from the start of a line on quotes come in pairs.
+        line = text.find("\n", room, mark.start()) + 1 if room else 0
+        for bracket in BRACKET.finditer(text, max(line, room), mark.start()):
+            if bracket[0] in CLOSING:
+                open_brackets.append(bracket)
+            elif bracket[0] in "}]" and open_brackets:
+                open_brackets.pop()
+        if open_brackets:
+            yield open_brackets[-1].start()
 
 
-# A line that closes a text stays: clients store it with the message, it never varies, and tools to
-# react or edit need it.
-ID_LINE = re.compile(
-    r"^\[(?:message_id: [^\]\n]{1,80}|slack message id: [^\]\n]{1,160})\]\n(?=\s*\S)\n*",
-    re.MULTILINE,
-)
+# --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
+
+Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
 
-def cut_block_ids(text: str, spans: Lead) -> Iterator[Cut]:
-    """Id keys in the labelled JSON blocks at the start of a user text, and whole [message_id: ...]
-    lines."""
-    for start, end in [match.span("json") for match in spans if match["json"]]:
-        value, stop, count = drop_members(text, start, ID_MEMBER)
-        if stop == end and count:
-            yield Cut(start, end, value, count)
-    for line in ID_LINE.finditer(text):
-        yield Cut(*line.span(), "", 1)
+def cut_inbound(text: str, _: list[Lead]) -> Cuts:
+    """The ids in OpenClaw's inbound object in a system prompt."""
+    members = []
+    for start in inbound_objects(text):
+        members += json_members(text, start, ID_KEYS)[1]
+    return with_commas(text, members), len(members)
 
 
-def cut_stamp(_: str, spans: Lead) -> Iterator[Cut]:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks."""
-    for match in spans:
-        if match["stamp"] is not None:
-            yield Cut(*match.span(), "", 1)
+def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
+    """The ids in the labelled JSON blocks at the start of a user text."""
+    members = []
+    for block in leads:
+        end, found = json_members(text, block.inner, ID_KEYS) if block.kind == "block" else (-1, [])
+        if text.startswith("\n```", end) and end < block.end:
+            members += found
+    return with_commas(text, members), len(members)
+
+
+STAMP = re.compile(_STAMP)
+
+
+def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
+    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
+    a log."""
+    for one in leads:
+        if one.kind == "stamp":
+            line = text.find("\n", one.inner) + 1
+            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
+            return ([], 0) if log else ([(one.start, one.inner)], 1)
+    return [], 0
 
 
 BILLING = re.compile(
@@ -1089,10 +1125,10 @@ BILLING = re.compile(
 )
 
 
-def cut_billing(text: str, _: Lead) -> Iterator[Cut]:
+def cut_billing(text: str, _: list[Lead]) -> Cuts:
     """Claude Code's attribution, at the very start."""
-    if match := BILLING.match(text):
-        yield Cut(*match.span(), "", 1)
+    match = BILLING.match(text)
+    return ([match.span()], 1) if match else ([], 0)
 
 
 class Rule(NamedTuple):
@@ -1101,7 +1137,7 @@ class Rule(NamedTuple):
     on: Callable[[Config], bool]
     role: str  # whose texts it looks at
     first: bool  # only the first text of that role
-    cuts: Callable[[str, Lead], Iterator[Cut]]
+    cuts: Callable[[str, list[Lead]], Cuts]
     counter: str  # the field of Report that counts its removals
     markers: tuple[str, ...]  # one of them must be in the text before any work is done
 
@@ -1112,20 +1148,39 @@ RULES = (
         lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
         ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
     ),
-    # ids in OpenClaw's inbound block; spares channel, provider, chat_id, which are stable in a
-    # conversation
+    # ids in OpenClaw's inbound object; spares who speaks and the flags, which are lifted, and what
+    # is stable in a conversation
     Rule(
         lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
         ("openclaw.inbound_meta.",),
     ),
-    # ids in user texts; spares JSON without OpenClaw's label, ids in running text
+    # ids in the blocks at the start of user texts; spares JSON without OpenClaw's label, ids in
+    # running text, and lines with an id, which clients store with the message
     Rule(
-        lambda c: c.strip_message_ids == "1", "user", False, cut_block_ids, "msg_ids_removed",
-        ("message_id", "reply_to_id", "message_sid", "slack message id"),
+        lambda c: c.strip_message_ids == "1", "user", True, cut_block_ids, "msg_ids_removed",
+        tuple(ID_KEYS),
     ),
-    # the time stamp; spares a stamp later in the text, a second stamp, other date forms
-    Rule(lambda c: c.strip_timestamps, "user", False, cut_stamp, "ts_removed", (" 202", " 203")),
 )  # fmt: skip
+# The time stamp, in OpenClaw's requests only; spares a stamp later in the text, two in a row, other
+# date forms.
+STAMP_RULE = Rule(
+    lambda c: c.strip_timestamps == "1" or (c.strip_timestamps == "auto" and not c.replay),
+    "user", True, cut_stamp, "ts_removed", (" 202", " 203"),
+)  # fmt: skip
+OPENCLAW = re.compile(
+    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
+    re.MULTILINE,
+)
+
+
+def from_openclaw(view: View) -> bool:
+    """Whether a request is OpenClaw's: its system prompt has a shape that only OpenClaw writes, or a
+    user text begins with one."""
+    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
+        return True
+    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
+    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
 
 
 class Scrubber:
@@ -1134,11 +1189,14 @@ class Scrubber:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rules = [rule for rule in RULES if rule.on(config)]
+        self.stamps = [STAMP_RULE] if STAMP_RULE.on(config) else []
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place, then put the system text first."""
+        """Run the table over a view, in place, then put the system text first. Raises Unreadable
+        for a body beyond LIMITS."""
         report.items = len(view.turns)
+        check_limits(view)
         seen_system = False
         for turn in view.all():
             if turn.role not in ("system", "user"):
@@ -1146,26 +1204,23 @@ class Scrubber:
             if turn.counts is None:
                 turn.counts = self.edit(turn, not seen_system)
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            for counter, count in turn.counts:
-                setattr(report, counter, getattr(report, counter) + count)
-            report.items_modified += bool(turn.counts)
+            report.items_modified += report.count(turn.counts)
+        if self.stamps and from_openclaw(view):
+            self.drop_stamps(view, report)
         if report.billing_removed:
-            drop_empty_first(view)
-        if self.config.system_first:
-            system_first(view, report)
+            drop_empty(
+                view, next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+            )
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
         one."""
-        counts, slots, user = [], turn.slots(), turn.role == "user"
-        first = first or user
-        for slot in slots:
-            before = slot.get()
-            text, removed = self.cut(before, turn.role, first)
-            if text != before:
+        counts = self.edit_texts(turn, first, self.rules)
+        for slot in turn.slots() if self.patterns else ():
+            text, removed = self.cut_own(slot.get())
+            if removed:
                 slot.set(text)
-            counts += removed
-            first = first and user and slot is not slots[-1] and only_lead(before)
+                counts.append(("regex_removed", removed))
         if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
             for key in (
                 ID_KEYS & turn.item.keys()
@@ -1175,24 +1230,47 @@ class Scrubber:
                 counts.append(("msg_ids_removed", 1))
         return counts
 
-    def cut(self, text: str, role: str, first: bool) -> tuple[str, list[tuple[str, int]]]:
-        """The text after all rules, and what to count."""
-        due = [
-            rule for rule in self.rules
-            if rule.role == role and (first or not rule.first) and any(marker in text for marker in rule.markers)
-        ]  # fmt: skip
-        spans = lead(text) if due and role == "user" and first else []
-        found = [(cut, rule.counter) for rule in due for cut in rule.cuts(text, spans)]
-        for cut, _ in sorted(
-            found, reverse=True
-        ):  # they do not overlap: no line of its own stands inside valid JSON
-            text = text[: cut.start] + cut.put + text[cut.end :]
-        counts = [(counter, cut.removed) for cut, counter in found]
+    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
+        """Run some rules over a turn's texts, in place; what to count."""
+        counts = []
+        user = turn.role == "user"
+        rules = [rule for rule in rules if rule.role == turn.role]
+        for slot in turn.slots() if rules else ():
+            text, spans = slot.get(), []
+            due = [
+                rule for rule in rules
+                if (first or user or not rule.first) and any(marker in text for marker in rule.markers)
+            ]  # fmt: skip
+            leads = lead(text) if due and user else []
+            for rule in due:
+                found, removed = rule.cuts(text, leads)
+                if removed:
+                    spans += found
+                    counts.append((rule.counter, removed))
+            if spans:
+                slot.set(without(text, spans))
+            first = False
+            if user and not only_lead(text):
+                break  # what follows the person's words was pasted or attached
+        return counts
+
+    def cut_own(self, text: str) -> tuple[str, int]:
+        """A text without what the user's patterns match, and how many matches they had."""
+        removed = 0
         for pattern in self.patterns:
             if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
                 text = pattern.sub("", text)
-                counts.append(("regex_removed", matches))
-        return text, counts
+                removed += matches
+        return text, removed
+
+    def drop_stamps(self, view: View, report: Report) -> None:
+        for index, turn in enumerate(view.turns):
+            if turn.role == "user":
+                changed = turn.own()
+                if counts := self.edit_texts(changed, True, self.stamps):
+                    view.turns[index] = changed
+                    report.count(counts)
+                    report.items_modified += not turn.counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1202,14 +1280,22 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
     memo[key] = value
 
 
-def drop_empty_first(view: View) -> None:
-    """Take out a first system block or message that the billing rule left empty."""
-    turn = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-    content, slot = turn.holder.get(turn.key), turn.slots()[0]
-    if slot.get():
+def drop_empty(view: View, turn: Turn) -> None:
+    """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
+    nothing else is in it."""
+
+    def is_empty(part: Any) -> bool:
+        text = part
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+            text = part.get("text")
+        return isinstance(text, str) and not text.strip()
+
+    content = turn.holder.get(turn.key)
+    parts = content if isinstance(content, list) else [content]
+    kept = [part for part in parts if not is_empty(part)]
+    if len(kept) == len(parts):
         return
-    if isinstance(content, list) and len(content) > 1:
-        kept = [part for part in content if part is not slot.holder and part != ""]
+    if kept:
         view.replace(turn, turn.own()).refit(kept)
     elif turn.item is None:
         del turn.holder[turn.key]
@@ -1221,48 +1307,69 @@ def drop_empty_first(view: View) -> None:
 # --- roles: the system text comes first -----------------------------------------------------------
 
 
+END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
+KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
+
+
 def reminder(text: str) -> str:
-    return f"<system-reminder>\n{text.strip()}\n</system-reminder>"
+    """A text as clients tell the model something beside what the user says."""
+    return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
-def add_text(view: View, turn: Turn, text: str) -> bool:
-    """Append a text to a turn: to its string, or as a part of its own."""
-    content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        turn.refit([*content, {"type": view.dialect.text, "text": text}])
-    else:
-        return False
-    return True
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
 
 
-def system_first(view: View, report: Report) -> None:
+def pays(view: View) -> bool:
+    """Whether a request's front is long enough to care for."""
+    return bool(view.body.get("tools")) or system_size(view) >= LONG_PROMPT
+
+
+def system_size(view: View) -> int:
+    """Characters of system text in front of the first turn."""
+    return sum([len(turn.text()) for turn in view.system()])
+
+
+def long_or_known(text: str) -> bool:
+    """Whether a leading system message belongs to the front."""
+    return len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text) is not None
+
+
+def system_first(
+    view: View, report: Report, stays: Callable[[Turn], bool] = lambda turn: False
+) -> None:
     """One system text, at the front.
 
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
-    the beginning"), and a block behind the first user text cannot be shared by the next
-    conversation. So leading ones are merged; the first one before any answer moves up to them;
-    later ones become a reminder in the user turn before them (else after them), which depends on
-    nothing that a later request could change."""
+    the beginning"). So leading ones are merged, and so is the first one before any answer if it is
+    known to stay: at the front every conversation shares it. Later ones become reminders in the
+    user turns beside them; so do short leading ones behind a long prompt, because what is said for
+    one turn may not change the front. Messages with a name are examples and stay as they are.
+    """
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        turn.rest() for turn in systems
-    ):
+    if any((turn.item or {}).get("name") for turn in systems):
+        return
+    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
         return  # a system message without text, or with more than text: an unknown shape
-    count = view.leading()
-    answered = next(
-        (i for i, turn in enumerate(view.turns) if turn.role in ("assistant", "tool")),
-        len(view.turns),
-    )
-    hoisted = [turn for turn in view.turns[count:answered] if turn.role == "system"][:1]
-    front = view.turns[:count] + hoisted
-    turns = [turn for turn in view.turns[count:] if turn not in hoisted]
-    report.system_moved += len(front) - (
-        count > 0 and not view.head
-    )  # a first message stays where it is
+    leading, worth = view.leading(), pays(view)
+    count = 1 if leading and not view.head else 0
+    front, turns = view.turns[:count], view.turns[count:leading]
+    for turn in list(turns):
+        if not worth or long_or_known(turn.text()):
+            front.append(turn)
+            turns.remove(turn)
+    for at, turn in enumerate(view.turns[leading:], leading):
+        if turn.role in ("assistant", "tool"):
+            break
+        if turn.role == "system":
+            text = turn.text()
+            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
+                front.append(turn)
+                del view.turns[at]
+            break
+    turns += view.turns[leading:]
+    report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
     if front and not view.head:
         base, *front = [front[0].own(), *front[1:]]
         if view.dialect.system and not count:
@@ -1273,24 +1380,53 @@ def system_first(view: View, report: Report) -> None:
     if front:
         last = (view.head or turns)[0].slots()[-1]
         last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
+    view.turns = fold_systems(view, turns, report)
+
+
+def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
+    """Turns with each system message behind the first turn as a reminder: in front of the user turn
+    that follows, else at the end of the one before, else as a message of its own; and behind the
+    results, where it stands between calls and their results."""
     kept: list[Turn] = []
-    for index, turn in enumerate(turns):
-        if turn.role != "system" or index == 0:
-            kept.append(turn)
+    waiting: list[str] = []
+    like: Turn | None = None  # a system message: what is written anew has its form
+    for index, turn in enumerate([*turns, None]):
+        if turn is not None and turn.role == "system" and index:
+            waiting.append(reminder(turn.text()))
+            like = turn
+            report.system_moved += 1
             continue
-        report.system_moved += 1
-        text = reminder(turn.text())
-        before, after = kept[-1].own(), turns[index + 1] if index + 1 < len(turns) else None
-        if before.item and before.item.get("role") == "user" and add_text(view, before, text):
-            kept[-1] = turn_of(before.item)
-        elif after is not None and after.role == "user" and after.slots():
-            turns[index + 1] = after.own()
-            slot = turns[index + 1].slots()[0]
-            slot.set(text + "\n\n" + slot.get())
-        else:
-            kind = {"type": "message"} if turn.item and "type" in turn.item else {}
-            kept.append(turn_of({**kind, "role": "user", "content": text}))
-    view.turns = kept
+        results = turn is not None and turn.role == "tool"
+        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
+            text = "\n\n".join(waiting)
+            if turn is not None and turn.role == "user" and turn.slots():
+                turn = turn.own()
+                slot = turn.slots()[0]
+                slot.set(text + "\n\n" + slot.get())
+            elif kept and (before := with_text(view, kept[-1], text)):
+                kept[-1] = before
+            else:
+                kind = {"type": "message"} if like and like.item and "type" in like.item else {}
+                kept.append(turn_of({**kind, "role": "user", "content": text}))
+            waiting = []
+        if turn is not None:
+            kept.append(turn)
+    return kept
+
+
+def with_text(view: View, turn: Turn, text: str) -> Turn | None:
+    """A user message with a text at its end; None where that cannot be."""
+    if turn.item is None or turn.item.get("role") != "user":
+        return None
+    turn = turn.own()
+    content = turn.holder.get(turn.key)
+    if isinstance(content, str):
+        turn.refit(content + "\n\n" + text if content else text)
+    elif isinstance(content, list):
+        turn.refit([*content, {"type": view.dialect.text, "text": text}])
+    else:
+        return None
+    return turn_of(turn.holder)
 
 
 def scrub(
@@ -1317,7 +1453,12 @@ def scrub(
     if view is None:
         report.note = "unknown shape"
     elif config.scrub and view.dialect.edited:
-        Scrubber(config).apply(view, report)
+        try:
+            Scrubber(config).apply(view, report)
+        except Unreadable as error:
+            return payload, Report(note=str(error))
+        if config.system_first:
+            system_first(view, report)
         view.store()
     return body, report
 
@@ -1328,94 +1469,237 @@ def scrub(
 # ==================================================================================================
 
 
+class Piece(NamedTuple):
+    """What one row found in a system text: where it stands, and what it says."""
+
+    spans: list[Span]
+    text: str
+
+
 class Lift(NamedTuple):
-    """A shape that a client writes into its system prompt, at the start of a line, and what it must
-    not match."""
+    """Something that a client writes into its system prompt and that varies.
 
-    client: str
-    markers: tuple[str, ...]  # one must be in the text before the pattern is tried
-    pattern: re.Pattern[str]
-    spares: str
+    A row counts only where it finds one piece outside of fences, or one that fills its fence: a
+    second one is an example, or a text about the first."""
 
-    def find(self, text: str) -> list[re.Match[str]]:
-        if not any(marker in text for marker in self.markers):
-            return []
-        return [match for match in self.pattern.finditer(text) if match.group().strip()]
+    label: str  # a short name that stays the same: who writes it, and what it is
+    marker: str  # must be in the text before anything is looked for
+    find: Callable[[str], Iterable[Piece]]
+    spares: str = ""  # what it must not find
+    fenced: bool = False  # counts inside of fences, too
 
 
-_DATE = r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
-_COMMITS = r"(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))+"
+# 2026-12-01; Tue Dec 01 2026; Tuesday, December 1, 2026; December 1, 2026; 12/1/2026
+_DATE = (
+    r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
+    r"|\d{1,2}/\d{1,2}/\d{4})"
+)
+_HOURS = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
+_ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
+_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 
 
-def _lift(client: str, markers: str, pattern: str, spares: str) -> Lift:
-    return Lift(client, tuple(markers.split("|")), re.compile(pattern, re.MULTILINE), spares)
+def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
+    """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
+    compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
+
+    def find(text: str) -> Iterator[Piece]:
+        at = 0
+        while (at := text.find(marker, at)) >= 0:
+            match = compiled.match(text, text.rfind("\n", 0, at) + 1)
+            if match:
+                yield Piece([match.span()], match.group().strip())
+            at = match.end() if match else text.find("\n", at) + 1 or len(text)
+
+    return Lift(label, marker, find, spares)
+
+
+def inbound_member(name: str) -> Lift:
+    """A row for a member of OpenClaw's inbound object."""
+
+    def find(text: str) -> Iterator[Piece]:
+        for start in inbound_objects(text):
+            for found in json_members(text, start, (name,))[1]:
+                yield Piece(with_commas(text, [found]), text[slice(*found)])
+
+    spares = "a member of that name in other JSON"
+    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, spares, fenced=True)
+
+
+_FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
+GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand between them
+    "title": r"gitStatus: [^\n]*",
+    "branch": r"(?:- )?Current branch: [^\n]*",
+    "short branch": r"- Branch: [^\n]*",
+    "main": r"(?:- )?Main branch [^\n]*",
+    "user": r"Git user: [^\n]*",
+    "status": rf"(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*",
+    "commits": r"(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+",
+}
+
+
+def git_snapshot(
+    label: str, marker: str, first: str, needed: set[str], spares: str, **other: str
+) -> Lift:
+    """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
+    `other` are parts that this client writes in another way."""
+    parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
+    begins = "|".join(parts[name].pattern for name in first.split(", "))
+    begin = re.compile(rf"^(?={begins})", re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        end = 0
+        while opening := begin.search(text, end):
+            start = at = opening.start()
+            left = dict(parts)
+            while name := next((name for name in left if left[name].match(text, at)), ""):
+                part = left.pop(name).match(text, at)
+                assert part is not None
+                end = at = part.end()
+                while text.startswith("\n", at):
+                    at += 1
+            if needed.isdisjoint(left):
+                yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
+
+    return Lift(label, marker, find, spares)
 
 
 LIFTS = (
-    _lift("OpenClaw", "Current date: ", rf"^Current date: {_DATE}(?:\n|\Z)", "`Current date` inside a sentence"),
-    _lift("OpenClaw 6.11-8.1", "sessionId=", r"^Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*(?:\n|\Z)",
+    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}",
+          "`Current date` inside a sentence"),
+    lines("OpenClaw: runtime", "| sessionId=",
+          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
           "the runtime line without a session id, which is stable"),
-    _lift("OpenClaw 9.6", "sessions_list",
-          r"^## \w+ Sessions\n[^\n]*\bsessions_list\b[^\n]*\n(?:- agent:[^\n]*(?:\n|\Z))+",
+    lines("OpenClaw: sessions", " Sessions\n",
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
           "the same words without a list of sessions"),
-    _lift("Claude Code to 2.1.2xx", "gitStatus: ",
-          rf"^gitStatus: [^\n]*(?:\n|\Z)(?:\n|(?:Current branch: |Main branch |Git user: )[^\n]*(?:\n|\Z))*"
-          rf"(?:Status:\n(?:[^\n<][^\n]*(?:\n|\Z))*\n?)?(?:Recent commits:\n{_COMMITS})?",
-          "`# gitStatus` in a user reminder, git advice in tool descriptions"),
-    _lift("Claude Code, Vibe, Home Assistant", "oday's date is ",
-          rf"^(?:Current time is [\d:]{{4,8}}(?: ?[AP]M)?\. )?"
-          rf"Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?[ ]*(?:\n|\Z)",
+    inbound_member("sender_id"),
+    inbound_member("flags"),
+    git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
+                 "`# gitStatus` in a user reminder, git advice in tool descriptions",
+                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
+    lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
+          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
-    _lift("opencode, Kilo, Continue", "Today's date: ", rf"^[ \t]*Today's date: {_DATE}[ \t]*(?:\n|\Z)",
-          "`Today's date:` without a date behind it"),
-    _lift("Qwen Code", "git: ", r"^git: (?:Current branch|Status|Recent commits)[^\n]*\n(?:git: [^\n]*(?:\n|\Z))*",
+    lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
+          rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
+    lines("Qwen Code: git status", "Current branch: ", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
           "`git:` in running text or advice on commands"),
-    _lift("Continue", '="gitStatus">', r'^<context \w+="gitStatus">(?:(?!</?context)[\s\S])*</context>[ ]*(?:\n|\Z)',
+    lines("Continue: git status", "gitStatus",
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>',
           "other <context> blocks: rules and project files are stable"),
-    _lift("Vibe, hermes", "Recent commits:",
-          rf"^(?:Current branch: [^\n]*\n\n?)?(?:Main branch [^\n]*\n\n?)?"
-          rf"(?:(?:Git )?[Ss]tatus: ?[^\n]*\n(?:[ MADRCU?!]{{1,2}} [^\n]+\n)*\n?)?Recent commits:\n{_COMMITS}",
-          "`Recent commits` without commit lines"),
-    _lift("hermes", "Conversation started: ", rf"^Conversation started: {_DATE}[^\n]*(?:\n|\Z)",
-          "`Conversation started` without a date"),
-    _lift("OpenHands, AnythingLLM, goose", "<CURRENT_DATETIME>|<current-time>|<current_datetime>|<current_time>",
-          r"^<(?P<tag>CURRENT_DATETIME|current-time|current_datetime|current_time)>[^<]{0,200}</(?P=tag)>[ ]*(?:\n|\Z)",
-          "the tag in the middle of a line"),
-    _lift("Copilot CLI", "Session ", r"^Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[ ]*(?:\n|\Z)",
+    git_snapshot("Vibe, hermes: git status", "Recent commits:",
+                 "branch, short branch, main, status, commits", {"commits"},
+                 "`Recent commits` without commit lines"),
+    git_snapshot("Crush: git status", "Current branch: ", "branch", {"branch", "status"},
+                 "a branch without a status"),
+    lines("hermes: Conversation started", "Conversation started: ",
+          rf"Conversation started: {_MOMENT}", "`Conversation started` without a date"),
+    lines("OpenHands: current time", "<CURRENT_DATETIME>",
+          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>", "the tag in the middle of a line"),
+    lines("AnythingLLM, goose: current time", "<current",
+          r"<(current-time|current_datetime|current_time)>[^<]{0,200}</\1>", "the tag in the middle of a line"),
+    lines("Copilot CLI: session", "Session ",
+          r"Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
           "paths without a session's uuid: working directories are stable"),
-    _lift("Open WebUI, AnythingLLM, Home Assistant, goose", "urrent ",
-          rf"^(?:The )?[Cc]urrent (?:date|time|date and time|datetime)(?: is|:) (?:{_DATE}|[\d:]{{4,8}})"
-          r"(?:(?!, [a-z]| [a-z]+ [a-z])[^\n]){0,40}(?:\n|\Z)",
-          "a longer sentence that only mentions the current date"),
+    *(
+        lines(f"Open WebUI, goose: Current {name}", "urrent ",
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", "a longer sentence that only mentions it")
+        for name in ("date", "time", "date and time", "datetime")
+    ),
 )  # fmt: skip
 
 
-Lifted = tuple[Lift, str]  # a text taken out of the system prompt, behind the row that found it
+def own_lift(pattern: str) -> Lift:
+    """The row of a LIFT_REGEX: the lines that its matches touch are one piece."""
+    compiled = re.compile(pattern, re.MULTILINE)
+
+    def find(text: str) -> Iterator[Piece]:
+        spans: list[Span] = []
+        done = 0  # all up to here is in `spans`, or not touched
+        for match in compiled.finditer(text):
+            if match.group() and match.end() > done:
+                start = text.rfind("\n", done, max(done, match.start())) + 1 or done
+                done = text.find("\n", match.end() - 1) + 1 or len(text)
+                spans.append((start, done))
+        if found := "".join(text[start:end] for start, end in spans).strip():
+            yield Piece(spans, found)
+
+    return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
+
+
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
+
+
+def fences(text: str) -> list[Span]:
+    """The insides of a text's fenced blocks. One that is never closed is none: most likely its
+    opening is the end of one that held another."""
+    found: list[Span] = []
+    opening: re.Match[str] | None = None
+    for fence in FENCE.finditer(text):
+        mark, more = fence.groups()
+        if opening is None:
+            if "`" not in more:  # else it is code inside of a line
+                opening = fence
+        elif mark.startswith(opening[1]) and not more.strip():
+            found.append((opening.end(), fence.start()))
+            opening = None
+    return found
+
+
+def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Those pieces that do not stand in a fence together with other text."""
+    inside: list[Span] | None = None
+    index = 0
+    for piece in pieces:
+        if inside is None:
+            inside = fences(text) if "```" in text or "~~~" in text else []
+        start, end = piece.spans[0]
+        while index < len(inside) and inside[index][1] <= start:
+            index += 1
+        fenced = index < len(inside) and inside[index][0] < end
+        if not fenced or text[slice(*inside[index])].strip() == piece.text:
+            yield piece
+
+
+Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
 
 
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
+    present: dict[str, bool] = {}
     for row in rows:
-        matches = row.find(text)
-        found += [(row, match.group().strip()) for match in matches]
-        for match in reversed(matches):
-            text = text[: match.start()] + text[match.end() :]
+        if row.marker not in present:
+            present[row.marker] = row.marker in text
+        pieces = row.find(text) if present[row.marker] else ()
+        if not row.fenced:
+            pieces = counting(text, pieces)
+        some = list(itertools.islice(pieces, 2))
+        if len(some) == 1:
+            found.append((row.label, some[0].text))
+            text = without(text, some[0].spans)
     return text, found
 
 
 def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them; unless nobody speaks,
-    and so there is no turn to set them down in."""
+    """Cut volatile texts out of the system prompt, in place, and return them.
+
+    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
+    """
+    if not replay.rows or not pays(view):
+        return []
+    if not any(replay.said(turn).speaks for turn in view.turns):
+        return []
     found: list[Lifted] = []
-    if replay.rows and any(replay.speaks(turn) for turn in view.turns):
-        for turn in view.system():
-            cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-            if any(pieces for _, pieces in cut):
-                turn = view.replace(turn, turn.own())
-                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                    slot.set(text)
-                    found += pieces
+    for turn in view.system():
+        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
+        if any(pieces for _, pieces in cut):
+            turn = view.replace(turn, turn.own())
+            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
+                slot.set(text)
+                found += pieces
+            drop_empty(view, turn)
     return found
 
 
@@ -1423,41 +1707,54 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# A request becomes units: a turn, and the carriers behind it (messages that are decoration only). A
-# unit's key is a hash of all that was said up to it, without decorations; under it stand the
-# versions in which the unit was forwarded. The steps of Replay.apply(), in order: tools, history
-# (which versions are this conversation's), restore (put them in place), drop_repeated (carriers
-# that say nothing new), set_down (lifted text), learn (remember what is new).
+# A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
+# results; to each belong the carriers behind it (messages that are decoration only). Of each line
+# of requests the last one is recorded: what its units said, how they were forwarded, and the answer
+# that the server was heard to give. A request that goes on from a record has its units restored,
+# one by one, up to the first that its client really changed. Then what was lifted is set down,
+# unless the prompt says it already.
 
-# The kinds of decoration that carriers are made of. Of the others alone there is none: a person may
-# have typed them.
-CARRIED = frozenset(("block", "context", "event", "runtime", "internal", "reminder", "environment"))
+# Carriers are made of these decorations. Of the others alone a person may have typed a message.
+CARRIED = frozenset(
+    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+)
+MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
+SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
+PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
+ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
+SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
+SAME_PLACE = 64  # lines that are remembered for one place in a history
+LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
+
 Decoration = tuple[str, str]  # kind, text
 
 
 def undress(text: str) -> tuple[list[Decoration], str]:
-    """The decorations at both ends of a user text, and what stands between them."""
-    matches = lead(text)
-    found = [(str(match.lastgroup), match.group().strip()) for match in matches]
-    text = text[matches[-1].end() if matches else 0 :].rstrip()
-    while text:
-        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2]))
-        at = text.rfind(opening) + (kind == "line")
-        if at < 1 or text[at - 1] != "\n" or (kind == "line" and not TAIL_LINE.match(text, at)):
+    """The decorations at both ends of a user text, and what stands between them. Raises
+    Unreadable."""
+    leads = lead(text)
+    found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
+    start = leads[-1].end if leads else 0
+    end = text_end(text, start, len(text))
+    while end > start:
+        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
+        at = text.rfind(opening, start, end) + (kind == "line")
+        if at <= start or text[at - 1] != "\n":
             break
-        found.append((kind, text[at:]))
-        text = text[:at].rstrip()
-    return found, text
+        if kind == "line" and not TAIL_LINE.match(text, at, end):
+            break
+        found.append((kind, text[at:end]))
+        check_limit("decorations of a text", len(found))
+        end = text_end(text, start, at)
+    return found, text[start:end]
 
 
-def decorations(turn: Turn) -> list[Decoration]:
-    """The decorations in a user turn."""
-    return [piece for slot in turn.slots() for piece in undress(slot.get())[0]]
-
-
-def carried(turn: Turn) -> Decoration:
-    """A carrier as one decoration."""
-    return next(iter(decorations(turn)), ("",))[0], turn.text().strip()
+def text_end(text: str, start: int, end: int) -> int:
+    """Where text[start:end] ends without the space behind it."""
+    while end > start and text[end - 1].isspace():
+        end -= 1
+    return end
 
 
 def digest(*parts: str | bytes) -> bytes:
@@ -1468,574 +1765,1089 @@ def digest(*parts: str | bytes) -> bytes:
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
 
+class Said(NamedTuple):
+    """What a turn says. The hashes hold within this process."""
+
+    words: int  # without decorations, reasoning, and the spelling of ids; 0: it says nothing
+    whole: int  # with decorations and arguments
+    blocks: tuple[Decoration, ...] = ()
+    carrier: bool = False  # nothing but decorations
+    speaks: bool = False  # somebody's words, before which lifted text can be set down
+    opening: bytes = b""  # digest of the words, the same in every process
+    calls: tuple[Call, ...] = ()
+    size: int = 0  # characters of a user turn
+
+
+NOTHING: dict[str, str] = {}
+
+
 class Unit:
-    """A turn, what it says, its key in the chain, and the carriers behind it. The first one stands
-    for the head."""
+    """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
+    unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = ("carriers", "changed", "key", "said", "turn", "version")
+    __slots__ = (
+        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+    )  # fmt: skip
 
-    def __init__(self, turn: Turn, said: str, key: int) -> None:
-        self.turn, self.said, self.key = turn, said, key
+    def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
+        self.role = role
+        self.turns = turns
+        self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.version: Version | None = None  # as it was forwarded before
-        self.changed = False  # by us: text was set down in it, or a carrier dropped
+        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
+        self.inserted = NOTHING  # what kvproxy set down in it, by label
+        self.stored: Stored | None = None  # as it was sent before
+        self.dropped = False  # a carrier of it is not sent
+
+    def add(self, turn: Turn, said: Said) -> None:
+        """Take in another turn, or a carrier."""
+        (self.carriers if said.carrier else self.turns).append(turn)
+        self.said.append(said)
+
+    def sum_up(self) -> None:
+        """What it says as a whole. The results of a batch say the same in any order."""
+        words = [one.words for one in self.said if one.words and not one.carrier]
+        if len(words) > 1:
+            words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
+        self.words = words[0] if words else 0
+        whole = [one.whole for one in self.said]
+        self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+
+    def part(self) -> list[Unit]:
+        """Take its carriers away, as units of their own, in which somebody speaks."""
+        units = []
+        for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
+            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+            units.append(Unit("user", [turn], [said]))
+        self.carriers, self.said = [], self.said[: len(self.turns)]
+        return units
+
+    def calls(self) -> tuple[Call, ...]:
+        """Of tool calls, or of the results."""
+        if len(self.said) == 1:
+            return self.said[0].calls
+        return tuple([call for one in self.said for call in one.calls])
+
+    def blocks(self) -> list[Decoration]:
+        """Its decorations, in order."""
+        return [block for one in self.said for block in one.blocks]
+
+    def speaks(self) -> bool:
+        return any(one.speaks for one in self.said)
+
+    def by_user(self) -> bool:
+        """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
+        item = self.turns[0].item if self.turns else None
+        return self.role == "user" or (item is not None and item.get("role") == "user")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Version:
-    """A unit as it was forwarded once. `own` is its turn (None: as it comes), `parent` the serial
-    of the version before.
+class FirstBlock(NamedTuple):
+    """A decoration of a conversation's first message, which clients rewrite there: its text as the
+    client has it `now`, and as it was `sent` there. What differs is set down elsewhere."""
 
-    `answers` tell conversations apart that say the same: the key of an answer that a client went on
-    from, or how one began that nobody went on from yet ('' while that is not known). `now` has
-    hashes: of a decoration that the client rewrote in history, and of what was set down for it
-    last."""
-
-    own: Turn | None
-    carriers: list[Turn]
-    parent: int
-    serial: int
-    answers: list[int | str] = dataclasses.field(default_factory=list)
-    now: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def form(self) -> tuple[int, Json | None, list[Json | None]]:
-        return (
-            self.parent,
-            self.own.item if self.own else None,
-            [turn.item for turn in self.carriers],
-        )
-
-    def size(self) -> int:
-        """Bytes, roughly."""
-        return 1200 + 3 * sum(len(turn.json()) for turn in [self.own, *self.carriers] if turn)
-
-    def expect(self, answer: int | str) -> None:
-        """Wait for an answer; of keys and of beginnings the last eight are kept."""
-        alike = [one for one in self.answers if isinstance(one, type(answer))]
-        if len(alike) > 7:
-            self.answers.remove(alike[0])
-        self.answers.append(answer)
-
-    def goes_on(self, answer: Unit, strict: bool) -> bool | None:
-        """Whether a conversation that went on with `answer` may be this version's; None when that
-        cannot be told."""
-        if answer.key in self.answers:
-            return True
-        found = [agrees(hint, answer.said) for hint in self.answers if isinstance(hint, str)]
-        return True if True in found else None if None in found or (found and not strict) else False
-
-    def claim(self, answer: Unit) -> bool:
-        """Note an answer that a client went on from. True if it is what the server was heard to
-        say."""
-        known, likely, foreseen = answer.key in self.answers, "", False
-        hints = [hint for hint in self.answers if isinstance(hint, str)]
-        if hints:
-            likely = min(
-                hints, key=lambda hint: (True, None, False).index(agrees(hint, answer.said))
-            )
-            foreseen = bool(agrees(likely, answer.said))
-            if foreseen or not known:
-                self.answers.remove(likely)
-        if not known:
-            self.expect(answer.key)
-        return foreseen and len(likely) > 8
+    label: str
+    kind: str
+    now: str
+    sent: str
 
 
-class Store:
-    """What is remembered, bounded, least recently used out first. Use it under `lock`.
+class Stored(NamedTuple):
+    """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
+    be restored later; where `turns` is None, the client's own are sent."""
 
-    Versions by a unit's key, tools as JSON by name, and orders of tools.
-    """
+    words: int
+    whole: int
+    blocks: tuple[Decoration, ...] = ()  # as they were sent
+    came: tuple[Decoration, ...] = ()  # as the client had them last
+    turns: tuple[Turn, ...] | None = None
+    carriers: tuple[Turn, ...] = ()
+    inserted: dict[str, str] = NOTHING
+    calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
+    heard: bool = False  # an answer that the server was heard to give at this place
+    private: bool = False  # what was sent has more in it than what came
+    size: int = 0  # characters of a user turn
+    first: tuple[FirstBlock, ...] = ()  # of the first message
+
+    def form(self) -> object:
+        """What is restored, so that two records can be compared."""
+        turns = self.turns and [turn.json() for turn in self.turns]
+        return turns, [turn.json() for turn in self.carriers], self.calls
+
+
+class Heard(NamedTuple):
+    """What the server was heard to say: letters and digits at its beginning and its end, and the
+    ids of its tool calls. `complete`: the beginning is all of it."""
+
+    opening: str = ""
+    closing: str = ""
+    calls: frozenset[str] = frozenset()
+    complete: bool = False
+
+
+UNREAD = Heard()  # there was an answer, but it could not be read
+ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
+
+
+class Record:
+    """A request as it was forwarded, and the answer to it."""
+
+    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "tap", "units")
+
+    def __init__(self, conversation: str, newest: int, prefill: str) -> None:
+        self.conversation = conversation
+        self.newest = newest  # place of the answer before the newest user turn
+        self.prefill = prefill  # letters with which the client began the answer itself
+        self.units: list[Stored] = []
+        self.kept: list[int] = []  # places of those whose turns are kept
+        self.answer: Heard | None = None  # none yet, or an error
+        self.tap: Tap | None = None  # what has been relayed of an answer on its way
+
+    def heard(self) -> Heard | None:
+        """What the client can have heard by now."""
+        tap = self.tap
+        return heard_answer(*tap.windows()) if tap is not None else self.answer
+
+
+class Line:
+    """A line of requests: its last one, and the places that lead to it."""
+
+    __slots__ = ("places", "record", "size")
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.places: list[int] = []
+        self.size = 0
+
+
+class Lines:
+    """Lines by the places in histories where their requests ended. Bounded, the least recently used
+    go first. The lock is held for single steps, not for work that grows with a request."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int | bytes, tuple[Any, int]] = (
-            collections.OrderedDict()
-        )
+        self.by_place: dict[int, list[Line]] = {}
+        self.used: collections.OrderedDict[int, Line] = collections.OrderedDict()
 
-    def get(self, key: int | bytes) -> Any:
-        """What was put there, or None. It is used now."""
-        if key not in self.entries:
-            return None
-        self.entries.move_to_end(key)
-        return self.entries[key][0]
+    def at(self, place: int) -> list[Line]:
+        """The lines that were there, the newest first."""
+        return self.by_place.get(place, [])[::-1]
 
-    def put(self, key: int | bytes, value: Any, size: int) -> None:
-        """Forgetting costs one miss; what takes more than half of the room is not worth all the
-        others."""
-        self.size -= self.entries.pop(key, (None, 0))[1]
-        if size <= self.limit >> 1:
-            self.entries[key] = value, size
-            self.size += size
-        while self.size > self.limit:
-            self.size -= self.entries.popitem(last=False)[1][1]
+    def put(self, line: Line, record: Record, place: int, size: int) -> None:
+        """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
+        with self.lock:
+            line.record = record
+            lines = self.by_place.setdefault(place, [])
+            if line not in lines[-SAME_PLACE:]:
+                lines.append(line)
+                line.places.append(place)
+                del lines[:-SAME_PLACE]
+            self.size += size - line.size
+            line.size = size
+            self.used[id(line)] = line
+            self.used.move_to_end(id(line))
+        while self.size > self.limit and self.used:
+            self.drop(next(iter(self.used.values())))
+
+    def drop(self, line: Line) -> None:
+        """Forget a line: its client's next request is read anew."""
+        with self.lock:
+            if self.used.pop(id(line), None) is None:
+                return
+            self.size -= line.size
+            line.record = None
+        for place in line.places:
+            with self.lock:
+                lines = [one for one in self.by_place.get(place, ()) if one is not line]
+                if lines:
+                    self.by_place[place] = lines
+                else:
+                    self.by_place.pop(place, None)
+
+
+class Match(NamedTuple):
+    """The record that a request goes on from, and how many units they have in common.
+    `answered`: the unit behind those is an answer that the server was heard to give."""
+
+    depth: int = 0
+    record: Record | None = None
+    line: Line | None = None
+    answered: bool = False
 
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations: for explain, and to note the answer when it
-    comes."""
+    """Where a request stands among conversations: for explain, and to note the answer."""
 
     conversation: str = ""
-    newest: list[Version] = dataclasses.field(default_factory=list)
+    record: Record | None = None
+    line: Line | None = None
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history. One per Proxy; safe to use
-    from many threads."""
+    """Restores what a client took out of, or rewrote in, its history, and sets down what was
+    lifted. One per Proxy; safe to use from many threads. Nothing of one client reaches another."""
 
     def __init__(self, config: Config) -> None:
-        self.store = Store(config.replay_mb << 20)
-        self.serials = itertools.count(1)
+        self.lines = Lines(config.replay_mb << 20)
+        self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(
-            Lift("yours", ("",), re.compile(pattern, re.MULTILINE), "")
-            for pattern in config.lift_regex
-        )
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.rows = LIFTS + own if config.lift else ()
         self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
-        self.echoes: dict[
-            int, None
-        ] = {}  # heads of conversations whose clients send answers back as they were
+        self.roles: dict[int, bool] = {}  # see stays()
+
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        return self.lines.size + self.tools.size
 
     def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
         known = self.lifts.get(text)
         if known is None:
             known = lift_text(text, self.rows)
-            if len(text) <= self.store.limit >> 9:
+            if len(text) <= 1 << 17:
                 remember(self.lifts, text, known, 16)
         return known
 
-    # --- what turns say: units and their keys -----------------------------------------------------
+    def stays(self, view: View, turn: Turn, client: bytes) -> bool:
+        """Whether a system message behind the first user text was seen to stay in a history before
+        this conversation began. A running conversation keeps what was decided when it began."""
+        text = turn.text()
+        first = next((one for one in view.turns if one.role == "user"), turn)
+        seen = hash((client, view.dialect.name, text))
+        begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
+        if begun not in self.roles:
+            remember(self.roles, begun, seen in self.roles)
+        if any(one.role == "assistant" for one in view.turns):
+            remember(self.roles, seen, True)
+        return self.roles.get(begun, False)
 
-    def mask(self, text: str) -> str:
-        """A user text without the decorations that clients add to the newest turn and take from
-        history."""
-        text = undress(text)[1]
-        for pattern in self.patterns:
-            text = pattern.sub("", text)
-        return text.strip()
+    # --- what turns say ---------------------------------------------------------------------------
 
-    def said(self, turn: Turn) -> str | None:
-        """What a turn says without decorations; None when it is a carrier, which says nothing
-        else."""
-        if turn.role != "user":
-            return turn.text().strip() + turn.rest()
-        said = (
-            "\n".join(filter(None, [self.mask(slot.get()) for slot in turn.slots()])) + turn.rest()
-        )
+    def said(self, turn: Turn) -> Said:
+        """What a turn says; remembered with the turn."""
+        if turn.said is None:
+            turn.said = self.read(turn)
+        return turn.said
+
+    def read(self, turn: Turn) -> Said:
+        if turn.role == "reasoning":
+            return Said(0, 0)
+        pieces = beside_texts(turn)
+        words = [piece.words for piece in pieces]
+        whole = [piece.whole for piece in pieces]
+        if turn.item is not None and turn.item.get("role") != "user":
+            text = turn.text().strip()
+            return Said(
+                hash((turn.role, text, *words)),
+                hash((turn.role, text, *whole)),
+                calls=calls_of(turn),
+            )
+        undressed = [self.undress(slot.get()) for slot in turn.slots()]
+        blocks = [block for found, _ in undressed for block in found]
+        text = "\n".join([words for _, words in undressed if words])
         plain = turn.text().strip()
-        if not said and plain and turn.item is not None:
-            kinds = {kind for kind, _ in decorations(turn)}
-            if kinds & CARRIED or not kinds:  # not kinds: a user's pattern matched
-                return None
-        return said or plain
+        carrier = False
+        if plain and not text and not pieces:
+            carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
+            if not carrier:  # a person may have typed it
+                text, blocks = plain, []
+        return Said(
+            hash(("user", text, *sorted(words))) if text or pieces else 0,
+            hash(("user", plain, *whole)),
+            tuple(blocks),
+            carrier,
+            bool(text) or any(not piece.result for piece in pieces),
+            digest(text),
+            calls_of(turn),
+            len(plain),
+        )
 
-    def link(self, turn: Turn) -> tuple[str | None, int]:
-        """said(), and what the turn adds to the chain of keys; both remembered with the turn."""
-        if turn.mark is None:
-            said = self.said(turn)
-            # Results of tools in a user message, too, which come with a reminder or without.
-            user = turn.item is not None and turn.item.get("role") == "user"
-            turn.mark = said, hash(("user" if user else turn.role, said))
-        return turn.mark
-
-    def speaks(self, turn: Turn) -> bool:
-        """Whether a person speaks in a turn: it is no carrier, and has more than results of
-        tools."""
-        content = turn.holder.get(turn.key)
-        if turn.role != "user" or not isinstance(content, (str, list)):
-            return False
-        if any(
-            isinstance(part, dict) and part.get("type") == "tool_result" for part in listed(content)
-        ):
-            return any(self.mask(slot.get()) for slot in turn.slots())
-        return bool(self.link(turn)[0])
+    def undress(self, text: str) -> tuple[list[Decoration], str]:
+        """undress() that knows the user's own decorations as well."""
+        blocks, words = undress(text)
+        for pattern in self.patterns:
+            found = [match.group().strip() for match in pattern.finditer(words)]
+            if any(found):
+                more, words = undress(pattern.sub("", words).strip())
+                blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The head, and the turns behind the system prompt, as units with chained keys."""
-        for (
-            turn
-        ) in view.system():  # not by hash(): a conversation's name is the same in every process
-            if turn.mark is None:
-                turn.mark = None, int.from_bytes(digest(turn.text()), "big")
-        key = int.from_bytes(
-            digest(view.dialect.name, *(str(turn.mark) for turn in view.system())), "big"
-        )
-        units = [Unit(Turn("head", {}, "", None), "", key)]
-        for turn in view.turns[view.leading() :]:
-            if turn.role == "reasoning":  # clients drop reasoning at will: the chain passes it by
-                units.append(Unit(turn, "", hash((key, turn.role))))
-                continue
-            said, link = turn.mark or self.link(turn)
-            if said is None:
-                units[-1].carriers.append(turn)
+        """The turns behind the system prompt as units; the first one for what precedes them."""
+        unit = Unit("head", [], [])
+        units = [unit]
+        for turn in [*view.turns[view.leading() :], None]:
+            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
+            if role == "assistant" and unit.carriers and unit.role in ("assistant", "head"):
+                units += unit.part()  # nothing but decorations was said and answered
+                unit = units[-1]
+            if turn is None:
+                break
+            said = turn.said or self.said(turn)
+            joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
+            if joins or said.carrier:
+                unit.add(turn, said)
             else:
-                key = hash((key, link))
-                units.append(Unit(turn, said, key))
+                unit = Unit(role, [turn], [said])
+                units.append(unit)
+        for unit in units:
+            if len(unit.said) != 1 or unit.carriers:
+                unit.sum_up()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A hash of what a conversation's requests have in common: the system prompt and the first
-        user text, masked."""
+        """A name for what a conversation's requests have in common: system prompt and the first
+        user's words. It is the same in every process."""
         units = units or self.units(view)
-        first = next((unit.said for unit in units if unit.turn.role == "user"), "")
-        return digest(str(units[0].key), first).hex()
+        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
-    def apply(self, view: View, lifted: list[Lifted], report: Report, learn: bool = True) -> Trace:
-        """Replace history with what was sent, drop carriers that are there already, set lifted text
-        down. In place.
-
-        `learn` is False for requests that only count tokens.
-        """
-        units = self.units(view)
-        trace = Trace(self.conversation(view, units))
-        last = next(
-            (i for i in range(len(units) - 1, 0, -1) if units[i].turn.role == "assistant"), 0
-        )
-        with self.store.lock:
-            self.tools(view, trace.conversation, last > 0, report, learn)
-            self.history(units, last, learn)
-            moved = restore(units, report)
-            drop_repeated(units, last, report)
-            moved = self.set_down(view, units, last, lifted, moved, report)
-            view.turns = view.turns[: view.leading()] + flat(units)
-            if learn:
-                trace.newest = self.learn(units, last)
-                for one in moved:
-                    one.note()
-        return trace
-
-    def history(self, units: list[Unit], last: int, learn: bool) -> None:
-        """Find the stored version of each unit of history (those before the last answer), where one
-        is beyond doubt.
-
-        The last one that is known is told by the answer behind it; those before it are its parents,
-        and no others."""
-        if not any(unit.key in self.store.entries for unit in units[:last]):
-            return  # the usual case with clients that rewrite nothing
-        later: Version | None = None  # the nearest known one behind the unit
-        answer: Unit | None = None  # the assistant turn right behind the unit
-        newest = True  # the unit was the newest one in the last request, if that went through here
-        for index in range(last - 1, -1, -1):
-            unit, behind = units[index], units[index + 1].turn.role
-            if behind == "assistant":
-                answer = units[index + 1]
-            elif behind in ("user", "tool", "system"):
-                answer, newest = None, False
-            known: list[Version] = self.store.get(unit.key) or []
-            if later is not None:
-                unit.version = next(
-                    (version for version in known if version.serial == later.parent), None
-                )
-            elif answer is not None:
-                unit.version = pick(known, answer, units[0].key in self.echoes, not newest)
-            if unit.version is not None:
-                later = unit.version
-                known.remove(later)
-                known.append(later)  # the most recently used
-                if learn and answer is not None and later.claim(answer):
-                    remember(self.echoes, units[0].key, None)
-
-    def set_down(
+    def apply(
         self,
         view: View,
-        units: list[Unit],
-        last: int,
         lifted: list[Lifted],
-        moved: list[Moved],
         report: Report,
-    ) -> list[Moved]:
-        """Put lifted text, and decorations that the client rewrote in history, in front of the
-        newest user text, unless the conversation's newest of their kind is equal. Returns the
-        decorations that are there now.
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Restore history, drop carriers that stand there already, set lifted text down: in place.
 
-        In a tool loop that text is history: what changed waits for the next user turn, unless
-        nothing is known yet."""
+        `client` tells whose request it is, and `size` how many bytes it has. `learn` is False for
+        requests that only count tokens.
+        """
+        units = self.units(view)
+        place = hash((client, view.dialect.name, *[turn.text() for turn in view.system()]))
+        places = []
+        for unit in units:
+            place = hash((place, unit.words))
+            places.append(place)
+        match = self.find(units, places)
+        while 0 < match.depth < len(units) and units[match.depth].role == "tool":
+            match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        if match.record is not None:
+            for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
+                unit.stored = stored
+            if restored_bytes(units) > size + SLACK:
+                match = self.let_go(units, match)
+        trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
+        self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
+        kept = match.record.kept if match.record is not None else []
+        depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
+        for unit in units[depth:]:
+            unit.stored = None
+        report.replayed += sum([restore(unit) for unit in units[:depth]])
         report.lifted += len(lifted)
-        taker = next((i for i in range(len(units) - 1, -1, -1) if self.speaks(units[i].turn)), 0)
-        waits = taker < last and any(unit.version for unit in units)
-        if not taker or waits or not (lifted or moved):
-            return []
-        texts = texts_of([turn for turn in flat(units) if turn.role == "user"])
-        due = []
-        for row in dict.fromkeys(row for row, _ in lifted):
-            pieces = [text for one, text in lifted if one is row]
-            standing = next((hits for text in reversed(texts) if (hits := row.find(text))), [])
-            if not {match.group().strip() for match in standing}.issuperset(pieces):
-                due += pieces
-        moved = [one for one in moved if one.due(texts)]
-        report.lifted += len(moved)
-        if due or moved:
-            turn = units[taker].turn = units[taker].turn.own()
-            units[taker].changed = True
-            text = "\n\n".join(
-                ([reminder("\n\n".join(due))] if due else []) + [one.now for one in moved]
-            )
-            slots = turn.slots()
-            if slots:
-                slot = next((slot for slot in reversed(slots) if self.mask(slot.get())), slots[0])
-                slot.set(text + "\n\n" + slot.get())
-            else:
-                turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
-        return moved
-
-    def learn(self, units: list[Unit], last: int) -> list[Version]:
-        """Remember the units after the last answer, and one that was dressed before it, as they are
-        forwarded now; but of tool results only those that have or had carriers, and the last one,
-        whose answer tells the conversation."""
-        parent = 0
-        newest: list[Version] = []  # the one that the answer will tell
-        for index, unit in enumerate(units):
-            turn = unit.turn
-            ends = turn.role == "user" or (
-                index == len(units) - 1 and turn.role not in ("head", "reasoning")
-            )
-            if (index >= last and (ends or unit.carriers)) or unit.changed:
-                dressed = turn.role == "user" and turn.text().strip() + turn.rest() != unit.said
-                carriers = [stored(carrier) for carrier in unit.carriers]
-                version = Version(
-                    stored(turn) if dressed else None, carriers, parent, next(self.serials)
-                )
-                known: list[Version] = self.store.get(unit.key) or []
-                same = next((one for one in known if one.form() == version.form()), None)
-                if same is None:
-                    known = [*known[-63:], version]
-                    while (
-                        size := sum(one.size() for one in known)
-                    ) > self.store.limit >> 1 and len(known) > 1:
-                        del known[0]
-                    self.store.put(unit.key, known, size)
-                unit.version = same or version
-                if index < last:
-                    unit.version.claim(
-                        next(one for one in units[index:] if one.turn.role == "assistant")
-                    )
-            if unit.version is not None:
-                parent, newest = unit.version.serial, [unit.version]
-        for version in newest:
-            version.expect("")
-        return newest
-
-    def answered(self, trace: Trace, hint: str | None) -> None:
-        """Note how the answer to a request began ('': unknown; None: there was none), so that its
-        turn can be told from others with the same words."""
-        with self.store.lock:
-            for version in trace.newest if hint != "" else ():
-                if "" in version.answers:
-                    at = version.answers.index("")
-                    version.answers[at : at + 1] = [hint[:HINT]] if hint else []
-
-    # --- tools: first-seen form, first-seen order -------------------------------------------------
-
-    def tools(
-        self, view: View, conversation: str, follows: bool, report: Report, learn: bool
-    ) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order.
-
-        `follows`: the conversation has an answer already, so that tools that are new to it go to
-        the end."""
-        tools, store = view.body.get("tools"), self.store
-        if (
-            not isinstance(tools, list)
-            or not tools
-            or not all(isinstance(tool, dict) for tool in tools)
-        ):
-            return
-        try:
-            listing = hash(
-                marshal.dumps(tools, 0)
-            )  # the fastest spelling that shows the order of keys
-        except ValueError:
-            raise Unreadable("nested too deeply") from None
-        talk = digest(b"talk", conversation)
-        wanted, *order = store.get(listing) or [b""]  # of a list that needed no change
-        if order:
-            for key in (wanted, *order):
-                store.get(key)  # they are in use
-        else:
-            names = [digest(_sorted_json(bare(tool))) for tool in tools]
-            if len(set(names)) != len(names):
-                return
-            forms = [json.dumps(bare(tool)) for tool in tools]
-            first = {name: store.get(name) or form for name, form in zip(names, forms, strict=True)}
-            wanted = digest(b"set", *sorted(names))
-            order = store.get(wanted) or []
-            if not order:
-                before = (store.get(talk) if follows else None) or []
-                added = [name for name in names if name not in before]
-                order = before + added if set(before) <= set(names) else names
-            if order != names or list(first.values()) != forms:
-                view.body["tools"] = [json.loads(first[name]) for name in order]
-                report.tools_restored += 1
-            elif learn:
-                store.put(listing, [wanted, *order], 200 + 40 * len(order))
-            if learn:
-                for name, form in first.items():
-                    if store.get(name) is None:
-                        store.put(name, form, 300 + len(form))
-                store.put(wanted, order, 200 + 40 * len(order))
+        if pending:
+            set_down(view, units, pending)
+        self.drop_moved(units, report)
+        view.turns = view.turns[: view.leading()]
+        for unit in units:
+            view.turns += unit.turns + unit.carriers
         if learn:
-            store.put(talk, order, 200 + 40 * len(order))
+            self.learn(trace, units, places, match)
+        return trace
+
+    def find(self, units: list[Unit], places: list[int]) -> Match:
+        """The record that a request goes on from: the one that agrees the furthest.
+
+        Where several agree and would send different text, nothing is restored from there on.
+        """
+        now = Now.of(units)
+        best = (0, 0)
+        found: list[tuple[tuple[int, int], Line, Record]] = []
+        edited: list[tuple[int, Line]] = []
+        for at in range(len(units) - 1, 0, -1):
+            if at <= best[0]:
+                break
+            if units[at].role != "assistant":
+                continue
+            for line in self.lines.at(places[at - 1]):
+                record = line.record
+                if record is not None:
+                    reach = reach_of(units, record, at, now)
+                    found.append((reach, line, record))
+                    best = max(best, reach)
+                    if reach[0] < at and agreement(record, units[at], at) == 2:
+                        edited.append((at, line))
+        depth, evidence = best
+        for at, line in edited:
+            if at > depth:  # the conversation goes on, and its client has changed that
+                self.lines.drop(line)
+        rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
+        if not depth or evidence == 1:
+            return Match()
+        _, line, record = next(one for one in rivals if one[0] == best)
+        common = depth
+        for _, _, other in rivals:
+            for at in range(common):
+                mine, theirs = record.units[at], other.units[at]
+                if mine is not theirs and mine.form() != theirs.form():
+                    common = at
+                    break
+        return Match(common, record, line, common == depth and evidence == 2)
+
+    def drop_moved(self, units: list[Unit], report: Report) -> None:
+        """Take out a carrier behind the last answer that says what the newest one of its kind
+        before it said: OpenClaw moves such carriers along.
+
+        A request may not end with the answer itself, which would ask the model to continue it.
+        """
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        standing: dict[str, str] = {}
+        for at, unit in enumerate(units):
+            kept = []
+            for carrier in unit.carriers:
+                kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
+                if kind in MOVED and 0 < last <= at and last + 1 < len(units):
+                    if standing.get(kind) == text:
+                        report.dropped += 1
+                        unit.dropped = True
+                        continue
+                standing[kind] = text
+                kept.append(carrier)
+            if unit.dropped:
+                unit.carriers = kept
+
+    def let_go(self, units: list[Unit], match: Match) -> Match:
+        """Forget the line that has grown too long, and what it would have restored."""
+        if match.line is not None:
+            self.lines.drop(match.line)
+        for unit in units:
+            unit.stored = None
+        return Match()
+
+    def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
+        """Record a request as it is forwarded."""
+        end = len(units)
+        prefill = ""
+        if units[-1].role == "assistant":  # the client has begun the answer
+            end -= 1
+            prefill = spoken(units[end])[0]
+        newest = newest_answer(units[:end])
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        record = Record(trace.conversation, newest, prefill)
+        size = 500 + 150 * end
+        for at, unit in enumerate(units[:end]):
+            heard = at == match.depth and match.answered and unit.role == "assistant"
+            if match.record is not None and at < match.depth:
+                heard = match.record.units[at].heard
+            old = unit.stored
+            if old is None or old.whole != unit.whole:
+                stored = self.stored(unit, at >= newest, at == first, heard)
+            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
+                stored = old  # the usual case, in long histories
+            else:
+                stored = old._replace(turns=None, carriers=())  # once history, it is settled
+            record.units.append(stored)
+            if stored.turns is not None:
+                record.kept.append(at)
+                size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
+        trace.record = record
+        trace.line = Line()
+        if match.line is not None and match.record is not None:
+            if match.line.record is match.record and match.depth == len(match.record.units):
+                trace.line = match.line  # it goes on; else it branches off
+        if size <= self.lines.limit >> 1:
+            self.lines.put(trace.line, record, places[end - 1], size)
+        elif match.line is not None:
+            self.lines.drop(match.line)
+
+    def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
+        """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
+        though unchanged: they may have to be restored."""
+        old, came = unit.stored, tuple(unit.blocks())
+        restorable = unit.by_user() or bool(unit.carriers)
+        turns: tuple[Turn, ...] | None = None
+        carriers: tuple[Turn, ...] = ()
+        if old is not None:
+            turns, carriers = old.turns, old.carriers
+        elif unit.inserted or unit.dropped or (restorable and (new or first or came)):
+            turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
+            carriers = tuple([storable(turn) for turn in unit.carriers])
+        inserted = old.inserted if old else unit.inserted
+        return Stored(
+            words=unit.words,
+            whole=unit.whole,
+            blocks=old.blocks if old else came,
+            came=came,
+            turns=turns,
+            carriers=carriers,
+            inserted=inserted,
+            calls=old.calls if old else unit.calls(),
+            heard=heard,
+            private=old is not None or not PERSONAL.isdisjoint(inserted),
+            size=sum([one.size for one in unit.said]),
+            first=tuple(first_blocks(unit, old)) if first else (),
+        )
+
+    def overflowed(self, trace: Trace) -> None:
+        """The server said that the context is full: a fresh start, without restored text."""
+        if trace.line is not None:
+            self.lines.drop(trace.line)
 
 
-def flat(units: list[Unit]) -> list[Turn]:
-    """The units' turns in order, without the head, which is none."""
-    return [turn for unit in units for turn in (unit.turn, *unit.carriers)][1:]
+class Now(NamedTuple):
+    """What restoring depends on in the request itself."""
 
+    newest: int  # place of the answer before the newest user turn: what is behind it is new
+    first: int  # place of the first user turn
+    moved: frozenset[str]  # kinds of carriers that stand behind the last answer
+    speaker: bool  # the newest user turn tells who speaks
+    later: list[Unit]  # behind the first user turn
 
-def texts_of(turns: list[Turn]) -> list[str]:
-    return [slot.get() for turn in turns for slot in turn.slots()]
-
-
-class Moved(NamedTuple):
-    """A decoration in history that reads `now` what the stored version has as `before` ('': not at
-    all)."""
-
-    version: Version
-    before: str
-    now: str
-
-    def due(self, texts: list[str]) -> bool:
-        """Whether the conversation's user `texts` say something else, so that it has to be set down
-        again."""
-        if self.before and self.version.now.get(hash(self.before), hash(self.before)) != hash(
-            self.now
-        ):
-            return True
-        return self.before != self.now and not any(self.now in text for text in texts)
-
-    def note(self) -> None:
-        if self.before:
-            remember(self.version.now, hash(self.before), hash(self.now), 8)
-
-
-def restore(units: list[Unit], report: Report) -> list[Moved]:
-    """Put the stored form of each known unit in its place; returns what the client has rewritten
-    there since."""
-    moved: list[Moved] = []
-    standing = {
-        turn.text().strip() for unit in units if unit.version for turn in unit.version.carriers
-    }
-    for unit in units:
-        version = unit.version
-        if version is None:
-            continue
-        own = version.own or unit.turn
-        now = decorations(unit.turn) if version.own else []
-        was = decorations(own) if now else []
-        if any(piece[0] == "event" and piece not in was for piece in now):
-            continue  # it tells something new
-        if unit.carriers:
-            was += [carried(turn) for turn in version.carriers]
-            now += [carried(turn) for turn in unit.carriers]
-        found = rewritten(version, was, now)
-        moved += found
-        gone = {one.now for one in found if one.before}
-        more = [
-            turn
-            for turn in unit.carriers
-            if turn.text().strip() not in standing and turn.text().strip() not in gone
+    @classmethod
+    def of(cls, units: list[Unit]) -> Now:
+        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+        moved = [
+            kind for unit in units[last:] for carrier in unit.said for kind, _ in carrier.blocks
         ]
-        carriers = version.carriers + more
-        if texts_of([own, *carriers]) != texts_of([unit.turn, *unit.carriers]):
-            unit.turn, unit.carriers = own, carriers
-            report.replayed += 1
-    return moved
+        target = units[target_of(units)]
+        speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
+        moved_kinds = MOVED.intersection(moved)
+        return cls(newest_answer(units), first, moved_kinds, speaker, units[first + 1 :])
 
 
-def rewritten(version: Version, was: list[Decoration], now: list[Decoration]) -> list[Moved]:
-    """Reminders and environment blocks, each with the one of its kind in the stored version that it
-    has the most in common with."""
-    gone = [piece for piece in was if piece not in now]
+def target_of(units: list[Unit]) -> int:
+    """The place of the newest user turn in which somebody speaks; 0 if there is none."""
+    return next((at for at in range(len(units) - 1, 0, -1) if units[at].speaks()), 0)
+
+
+def newest_answer(units: list[Unit]) -> int:
+    """The place of the answer that precedes the newest user turn; 0 if none does."""
+    target = target_of(units)
+    return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
+
+
+def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, int]:
+    """How many units of a request, of those before its answer at `at`, a record can restore; and
+    how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
+    heard what it was; 0, it is another one.
+
+    Units that came as they came before need no such evidence, unless what was sent is private, or
+    tells more than the time in a history so short that another one may be the same.
+    """
+    evidence = agreement(record, units[at], at)
+    heard, end = 0, at
+    for place, stored in enumerate(record.units[:at]):
+        unit = units[place]
+        if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
+            end = place
+            break
+        if stored.heard:
+            heard = place
+    if end == at and evidence:
+        return at, evidence
+    alike = sum([stored.size for stored in record.units[:heard]])
+    for place in range(heard, min(end, len(record.units))):
+        stored = record.units[place]
+        alike += stored.size
+        told = alike < ALIKE and not all(map(is_time, stored.inserted.values()))
+        if stored.private or told or stored.whole != units[place].whole:
+            return place, 0
+    return end, 0
+
+
+def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
+    """Whether a unit is what was sent, with its decorations left as they were, taken out at the
+    moment when it stopped being the newest, or rewritten in the first message.
+
+    `newest` is where the new part of the record began.
+    """
+    blocks = unit.blocks()
+    mine = collections.Counter([text for _, text in blocks])
+    theirs = collections.Counter([text for _, text in stored.blocks])
+    if mine in (theirs, collections.Counter([text for _, text in stored.came])):
+        return True  # in another order or shape
+    if mine <= theirs:
+        if place < newest:
+            return False  # once history, it has been settled
+        gone = theirs - mine
+        moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
+        return place < now.newest or moved
+    kinds = [kind for kind, _ in blocks]
+    same = place == now.first and kinds == [block.kind for block in stored.first]
+    if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
+        return False
+    for (kind, text), block in zip(blocks, stored.first, strict=True):
+        if text != block.now and not (
+            kind in REWRITABLE and replaces(kind, block.now, text, now.later)
+        ):
+            return False
+    return True
+
+
+def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
+    """Whether a text can be set down behind an older one: it has something in the place of each
+    line that it has no more, since what was withdrawn may not stand on; and no `later` message says
+    something of the kind, which would then be older."""
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    if sum((old - new).values()) > sum((new - old).values()):
+        return False
+    told = [text for unit in later for one, text in unit.blocks() if one == kind]
+    if kind == "environment" and told:
+        return False
+    heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
+    changed = labels_of([*(new - old), *(old - new)])
+    return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
+
+
+def labels_of(texts: Iterable[str]) -> set[str]:
+    """What the lines of some texts are about: what stands before a colon, else the whole line."""
+    lines = [line for text in texts for line in text.splitlines()]
+    return {line.partition(":")[0].strip() for line in lines} - {""}
+
+
+def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
+    """The decorations of the first message, with what was sent of each."""
+    blocks = unit.blocks()
+    known = stored.first if stored is not None else ()
+    by_text = {block.now: block for block in known}
     found = []
-    for kind, text in now:
-        if kind in ("reminder", "environment"):
-            before = text
-            if (kind, text) not in was:
-                alike = [old for of, old in gone if of == kind]
-                before = max(alike, key=lambda old: common_prefix(text, old), default="")
-                gone = [piece for piece in gone if piece[1] != before]
-            found.append(Moved(version, before, text))
+    for number, (kind, text) in enumerate(blocks):
+        block = FirstBlock(f"first {number}", kind, text, text)
+        if text in by_text:
+            block = by_text[text]
+        elif len(known) == len(blocks):
+            block = known[number]._replace(now=text)
+        found.append(block)
     return found
 
 
-def drop_repeated(units: list[Unit], last: int, report: Report) -> None:
-    """Take out a carrier after the last answer that says what the newest one of its kind before it
-    said.
-
-    A request may not end with the answer itself, which would ask the model to continue it: then
-    carriers stay."""
-    newest: dict[str, str] = {}
-    for index, unit in enumerate(units):
-        if not unit.carriers:
-            continue
-        kept = []
-        for carrier in unit.carriers:
-            kind, text = carried(carrier)
-            if kind in ("event", "runtime", ""):  # of which there are several
-                kind = text[:48] if kind == "runtime" else text.split("\n", 1)[0]
-            if 0 < last <= index and len(units) > last + 1 and newest.get(kind) == text:
-                report.dropped += 1
-                unit.changed = True
-            else:
-                newest[kind] = text
-                kept.append(carrier)
-        unit.carriers = kept
+def restored_bytes(units: list[Unit]) -> int:
+    """How many bytes restoring adds to a request."""
+    added = 0
+    for unit in units:
+        if unit.stored is not None and unit.stored.turns is not None:
+            sent = [*unit.stored.turns, *unit.stored.carriers]
+            came = unit.turns + unit.carriers
+            added += sum([len(turn.json()) for turn in sent])
+            added -= sum([len(turn.json()) for turn in came])
+    return added
 
 
-def pick(known: list[Version], answer: Unit, strict: bool, sure: bool) -> Version | None:
-    """Which of several versions of a turn belongs to a conversation that went on with `answer`;
-    None when in doubt.
+def restore(unit: Unit) -> bool:
+    """Put a unit's stored form in its place; whether that changed anything.
 
-    `strict`: this client sends answers back as the server gave them, so one that does not agree is
-    another conversation's. `sure`: only one that does agree will do."""
-    found = [(version, version.goes_on(answer, strict)) for version in known]
-    likely = [version for version, yes in found if yes]
-    maybe = [version for version, yes in found if yes is None]
-    if (
-        likely
-    ):  # another one, whose answer is not known yet, may have been answered in the same words
-        likely += [version for version in maybe if "" in version.answers]
-    elif not sure:
-        likely = maybe
-    return likely[0] if len(likely) == 1 else None
-
-
-HINT = 120  # characters of an answer that are kept to know it again
+    Answers and results stay as the client has them now, but for ids, names and order.
+    """
+    stored = unit.stored
+    if stored is None:
+        return False
+    changed = bool(stored.calls) and respell(unit, stored.calls)
+    if stored.turns is None:
+        return changed
+    turns = list(stored.turns) if unit.by_user() else unit.turns
+    sent, came = [*turns, *stored.carriers], unit.turns + unit.carriers
+    if len(sent) == len(came) and all(map(same_turn, sent, came)):
+        return changed
+    unit.turns, unit.carriers = turns, list(stored.carriers)
+    return True
 
 
-def agrees(hint: str, answer: str) -> bool | None:
-    """Whether an assistant turn is the answer that began with `hint` (its words, or the id of its
-    first tool call); None when that cannot be told: clients cut, trim and mark answers."""
-    words = answer.partition(PIECE)[0]
-    if hint and (
-        words == hint
-        or PIECE + hint + PIECE in answer + PIECE
-        or len(hint) > 31
-        and words.startswith(hint)
-    ):
-        return True
-    a, b = ("".join(filter(str.isalnum, text[:2000])) for text in (hint, words))
-    return (
-        None
-        if not a or not b or hint[0] == "<" or b[:16] in a or a[:16] in b or a[-16:] in b
-        else False
-    )
+def same_turn(stored: Turn, turn: Turn) -> bool:
+    return stored is turn or stored.item == storable(turn).item
 
 
-def stored(turn: Turn) -> Turn:
-    """A turn as it is kept for replay: without cache_control, which moves from turn to turn and may
-    not pile up."""
-    item = bare(turn.item or {"role": "user", "content": turn.text()})
-    if isinstance(content := item.get("content"), list):
-        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+def storable(turn: Turn) -> Turn:
+    """A turn as it is kept: without cache_control, which moves from turn to turn."""
+    item = turn.item or {"role": "user", "content": turn.text()}
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    if turn.item and "cache_control" not in item:
+        if not any(isinstance(part, dict) and "cache_control" in part for part in parts):
+            return turn
+    item = bare(item)
+    if parts:
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
     return turn_of(item)
+
+
+# --- lifted text ----------------------------------------------------------------------------------
+
+CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+
+
+def is_time(text: str) -> bool:
+    """Whether a lifted text is a line with a date or a clock."""
+    return len(text) < 120 and "\n" not in text and re.search(_CLOCK, text) is not None
+
+
+def only_clock(before: str, after: str) -> bool:
+    """Whether two texts differ in the time of the day alone."""
+    return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
+
+
+def settle_insertions(
+    units: list[Unit], depth: int, kept: list[int], lifted: dict[str, str]
+) -> tuple[int, dict[str, str]]:
+    """What has to be set down in the newest user turn, by label, so that the newest value of each
+    stands last; and how many of the `depth` units may be restored for that.
+
+    What the client no longer has must not stand on: the units from the one that holds it on go in
+    the client's form. So does the newest user turn when answers stand behind it already (a tool
+    loop) and something new has to be set down; only a clock time may wait for the next one.
+    `kept`: the places where something may have been set down.
+    """
+    target = target_of(units)
+    first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+    while True:
+        wanted = dict(lifted)
+        standing: dict[str, str] = {}
+        since: dict[str, int] = {}
+        if 0 < first < depth:
+            for block in first_blocks(units[first], units[first].stored):
+                if block.kind in REWRITABLE:
+                    wanted[block.label], standing[block.label] = block.now, block.sent
+                    since[block.label] = first
+        for at in kept:
+            stored = units[at].stored if at < depth else None
+            for label, text in stored.inserted.items() if stored else ():
+                standing[label] = text
+                since.setdefault(label, at)
+        gone = [since[label] for label in standing if label not in wanted]
+        if gone:
+            depth = min(gone)
+            continue
+        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+        if pending and target < depth:
+            waits = [
+                label in standing and only_clock(standing[label], pending[label])
+                for label in pending
+            ]
+            if all(waits):
+                return depth, {}
+            depth = target
+            continue
+        return depth, pending
+
+
+def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in the newest user turn; in front of all of it where a
+    decoration of the turn says something of the kind, because that is newer."""
+    unit = units[target_of(units)]
+    unit.inserted = pending
+    lifted = [text for label, text in pending.items() if not label.startswith("first ")]
+    pieces = [text for label, text in pending.items() if label.startswith("first ")]
+    if lifted:
+        pieces.insert(0, reminder("\n\n".join(lifted)))
+    text = "\n\n".join(pieces)
+    at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
+    turn = unit.turns[at] = unit.turns[at].own()
+    slots = turn.slots()
+    if slots:
+        told = labels_of([block for _, block in unit.blocks()])
+        newer = not told.isdisjoint(labels_of(pending.values()))
+        spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
+        slot = slots[0] if newer or not spoken else spoken[-1]
+        slot.set(text + "\n\n" + slot.get())
+    else:
+        turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+
+
+class Editor:
+    """All edits of a request's body, in order: scrub, roles, lift, replay."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+
+    def apply(
+        self,
+        view: View,
+        report: Report,
+        client: bytes = b"",
+        size: int = 1 << 62,
+        learn: bool = True,
+    ) -> Trace:
+        """Edit a view in place; the arguments are those of Replay.apply(). Raises Unreadable."""
+        report.items = len(view.turns)
+        scrubs = self.config.scrub and view.dialect.edited
+        if scrubs and goes_on_elsewhere(view):
+            report.note = "it goes on from what the server has stored"
+            scrubs = False
+        replays = scrubs and self.config.replay
+        if scrubs:
+            self.scrubber.apply(view, report)
+        if scrubs and self.config.system_first:
+
+            def stays(turn: Turn) -> bool:
+                return replays and self.replay.stays(view, turn, client)
+
+            system_first(view, report, stays)
+        if not replays:
+            return Trace(self.replay.conversation(view))
+        lifted = lift(view, self.replay)
+        trace = self.replay.apply(view, lifted, report, client, size, learn)
+        report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
+        return trace
+
+
+# --- answers, calls and results -------------------------------------------------------------------
+
+Call = tuple[str, str]  # id, name
+NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+def plain(name: Any) -> str:
+    """An id without punctuation, which some clients change."""
+    return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
+
+
+def letters(text: str) -> str:
+    """What an answer is known by: its letters and digits without what the model thought."""
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif "<think>" in text:
+        text = text.partition("<think>")[0]
+    return NOT_LETTERS.sub("", text) or text.strip()
+
+
+def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
+    """The letters of an answer, and the ids of its calls."""
+    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+    calls = [plain(name) for name, _ in unit.calls()]
+    return letters("\n".join(texts)), frozenset(calls)
+
+
+def agreement(record: Record, unit: Unit, at: int) -> int:
+    """Whether an assistant's turn is the answer that the server was heard to give when a record had
+    `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
+    beginning or its end. 2: yes, 0: no, 1: the answer could not be read."""
+    if len(record.units) > at:
+        return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
+    answer = record.heard()
+    if answer is None or len(record.units) < at:
+        return 0
+    if answer is ANY or answer is UNREAD:
+        return 2 if answer is ANY else 1
+    said, calls = spoken(unit)
+    if answer.calls or calls:
+        part = not answer.complete and bool(calls & answer.calls)
+        return 2 if calls == answer.calls or part else 0
+    opening = letters(record.prefill + answer.opening)
+    if answer.complete and said == opening:
+        return 2 if said else 0
+    for heard in (opening, answer.closing):
+        if min(len(heard), len(said)) >= LONG_ANSWER:
+            longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
+            if longer.startswith(shorter) or longer.endswith(shorter):
+                return 2
+    return 0
+
+
+class Beside(NamedTuple):
+    """Something that a turn says beside its texts."""
+
+    words: int
+    whole: int
+    result: bool  # of a tool
+
+
+def beside_texts(turn: Turn) -> list[Beside]:
+    """Calls, results, images and names in a turn."""
+    item, content = turn.item or {}, turn.holder.get(turn.key)
+    said: list[Any] = []
+    results: list[Any] = []
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind == "tool_use":
+                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
+            elif kind == "tool_result":
+                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
+            elif kind not in UNSAID_PARTS:
+                said.append(_sorted_json(bare(part)))
+    elif content is not None and not isinstance(content, str):
+        said.append(_sorted_json(content))
+    for call in listed(item.get("tool_calls")):
+        function = members(members(call).get("function"))
+        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
+    for key in ("call_id", "tool_call_id"):
+        if key in item:
+            call = item.get("arguments", item.get("input"))
+            said.append((plain(item[key]), canonical(call)))
+    if turn.role == "user" and "name" in item:
+        said.append(("name", str(item["name"])))
+    pieces = [Beside(hash(one), hash(one), False) for one in said]
+    return pieces + [Beside(hash(one), hash(one), True) for one in results]
+
+
+def canonical(arguments: Any) -> str:
+    """A call's arguments in one spelling: the server parses them."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(arguments))
+        return arguments
+    return _sorted_json(arguments)
+
+
+def result_text(content: Any) -> str:
+    """A tool's result; a text and a list of one text are the same."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    return "\n".join(texts)
+
+
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str
+    named: Json | None  # has the name, or would
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
+    for call in listed(item.get("tool_calls")):
+        if isinstance(call, dict):
+            function = call.get("function")
+            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
+    for part in listed(item.get("content")):
+        if isinstance(part, dict) and part.get("type") == "tool_use":
+            found.append(CallField(part, "id", part))
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            found.append(CallField(part, "tool_use_id", None))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        found.append(CallField(item, "call_id", named))
+    return found
+
+
+def calls_of(turn: Turn) -> tuple[Call, ...]:
+    """(id, name) of the calls or results in a turn, in order."""
+    calls = []
+    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+        calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
+    return tuple(calls)
+
+
+def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
+    """Give calls or results the ids, names and order in which they were sent first; whether that
+    changed anything."""
+    mine = unit.calls()
+    if mine == first:
+        return False
+    spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
+    if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
+        return False
+    turns: list[tuple[int, Turn]] = []
+    for turn in unit.turns:
+        item = copy.deepcopy(turn.item) if turn.item is not None else None
+        if item is None or not (fields := call_fields(item)):
+            turns.append((turns[-1][0] if turns else 0, turn))
+            continue
+        for holder, key, named in fields:
+            _, holder[key], name = spelled[plain(holder[key])]
+            if named is not None and named.get("name", "") != name:
+                named.pop("name", None)
+                if name:
+                    named["name"] = name
+        order_results(item, spelled)
+        turns.append((min(spelled[plain(one.holder[one.key])][0] for one in fields), turn_of(item)))
+    if unit.role == "tool":
+        turns.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in turns]
+    return True
+
+
+def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
+    """Put the results in a message into the order in which they were sent first."""
+    parts = listed(item.get("content"))
+    places = [
+        at for at, part in enumerate(parts)
+        if isinstance(part, dict) and part.get("type") == "tool_result"
+    ]  # fmt: skip
+    ordered = sorted(
+        [parts[at] for at in places], key=lambda part: spelled[plain(part["tool_use_id"])][0]
+    )
+    for at, part in zip(places, ordered, strict=True):
+        parts[at] = part
+
+
+# --- tools: first-seen form, first-seen order -----------------------------------------------------
+
+
+class Tools:
+    """The forms and orders in which tools were sent first. Bounded; safe to use from many threads."""
+
+    def __init__(self, limit: int) -> None:
+        self.lock = threading.Lock()
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+
+    def get(self, *key: Any) -> Any:
+        """What was put there, or None. It is used now."""
+        place = hash(key)
+        with self.lock:
+            if place not in self.entries:
+                return None
+            self.entries.move_to_end(place)
+            return self.entries[place][0]
+
+    def put(self, value: Any, size: int, *key: Any) -> None:
+        """Keep a value; what takes more than half of the room is not worth all the others."""
+        place = hash(key)
+        with self.lock:
+            self.size -= self.entries.pop(place, (None, 0))[1]
+            if size <= self.limit >> 1:
+                self.entries[place] = value, size
+                self.size += size
+            while self.size > self.limit:
+                self.size -= self.entries.popitem(last=False)[1][1]
+
+    def apply(
+        self,
+        view: View,
+        conversation: str,
+        follows: bool,
+        report: Report,
+        learn: bool,
+    ) -> None:
+        """Send a tool that differs from an earlier one in key order only as it was sent then, and
+        keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
+        tools = view.body.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            return
+        if not tools:
+            return
+        listing = hash(json.dumps(tools))
+        order = self.get("unchanged", listing)
+        if order is None:
+            names = [hash(_sorted_json(bare(tool))) for tool in tools]
+            known = set(names)
+            if len(known) != len(names):
+                return
+            forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
+            first = {name: self.get("form", name) or forms[name] for name in names}
+            order = self.get("order", frozenset(names))
+            if order is None:
+                before = (self.get("talk", conversation) if follows else None) or []
+                old = set(before)
+                order = before + [name for name in names if name not in old]
+                if not old <= known:
+                    order = names
+            if order != names or first != forms:
+                view.body["tools"] = [json.loads(first[name]) for name in order]
+                report.tools_restored += 1
+            elif learn:
+                self.put(order, 200 + 40 * len(order), "unchanged", listing)
+            if learn:
+                for name, form in first.items():
+                    if form is forms[name]:
+                        self.put(form, 300 + len(form), "form", name)
+                self.put(order, 200 + 40 * len(order), "order", frozenset(names))
+        if learn:
+            self.put(order, 200 + 40 * len(order), "talk", conversation)
 
 
 # ==================================================================================================
@@ -2073,57 +2885,50 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
         name: name for name in ("cache_n", "prompt_n", "prompt_ms")
     },  # llama.cpp's result_timings::to_json
 }
-# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse
-# of the whole.
-NUMBERS = [
-    re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")
-]
-BRACKETS = re.compile(
-    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
-)  # and strings, whose brackets do not count
+USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
+USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(*windows: bytes) -> Usage:
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE
-    lines count."""
+    `first` is the whole of it, or its first bytes, and `last` its last ones."""
     found: dict[str, float] = {}
-    windows = tuple(window for window in windows if window)
-    for window in windows:
+    for window in (first, last) if last else (first,):
         text = window.decode("latin-1")  # all that matters is ASCII
         streamed = text.startswith("data:") or "\ndata:" in text
-        for pattern in NUMBERS:
-            matches = list(pattern.finditer(text))
-            for match in (
-                matches[:4] + matches[4:][-8:]
-            ):  # servers that report in every event report running totals
-                end = text.find("\n", match.end()) if streamed else -1
-                if end < 0 and window is not windows[-1]:
-                    continue  # cut off
-                with contextlib.suppress(ValueError, RecursionError):
-                    value, rest = value_at(text, match.end())
-                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
-                        read_numbers(found, {match[1]: value})
+        lines = (
+            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
+            if streamed
+            else [text]
+        )
+        whole = window is (last or first)  # else its last line may be cut off
+        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    event = json.loads(line.removeprefix("data:"))
+                except ValueError:
+                    event = last_members(line) if whole else {}
+                for part in (event, members(event).get("response"), members(event).get("message")):
+                    numbers = members(part)
+                    named = {key: numbers.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
     return settled(found)
 
 
-def outermost(rest: list[str]) -> bool:
-    """Whether what stands before these brackets is a member of an answer, or of the one object in
-    an event: in a list, or deeper, the model wrote it (a tool call's input is no string in
-    /v1/messages)."""
-    opened = closed = 0
-    for token in rest:
-        if token in ("{", "["):
-            opened += 1
-        elif token in ("}", "]") and opened:
-            opened -= 1
-        elif token == "]":
-            return False
-        elif token == "}":
-            closed += 1
-    return closed in (1, 2)
+def last_members(text: str) -> Json:
+    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
+    in a list, or deeper than in the one object of an event, was written by the model."""
+    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            tail = text[match.start() :]
+            inner, end = value_at("{" + tail)
+            rest = tail[end - 1 :].strip()
+            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
+    return {}
 
 
 def read_numbers(found: dict[str, float], numbers: Json) -> None:
@@ -2141,7 +2946,8 @@ def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
     prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
-        prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
         cached = found.get("cache_read", cached)
     if "prompt_n" in found:
         if "cache_n" in found:
@@ -2159,7 +2965,7 @@ def settled(found: dict[str, float]) -> Usage:
 
 
 _PLAIN = (None, "text", "text_delta", "output_text")
-HINT_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2167,39 +2973,45 @@ HINT_KEYS = {  # what leads to the words and calls of an answer -> types of obje
 }
 
 
-def hint_of(window: bytes) -> str:
-    """How an answer begins: its first words, or the id of its first tool call; '' when the bytes do
-    not tell."""
-    words = ""
-    with contextlib.suppress(ValueError, RecursionError):
-        for text in [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")] or [
-            window
-        ]:
-            for piece, call in hint_parts(json.loads(text)):
-                if call and not words.strip():
-                    return call
-                words += piece
-            if len(words) > 200:  # more are not compared
-                break
-    return words.strip()[:400]
+def heard_answer(first: bytes, last: bytes) -> Heard:
+    """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    found: list[tuple[str, frozenset[str]]] = []
+    for window in filter(None, (first, last)):
+        texts: list[str] = []
+        calls: set[str] = set()
+        lines = [window]
+        if streamed:
+            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
+                for text, call in answer_parts(json.loads(line)):
+                    texts.append(text)
+                    calls.add(plain(call))
+        found.append(("".join(texts), frozenset(calls - {""})))
+    if not found:
+        return UNREAD
+    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
+    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
+    return answer if answer.opening or answer.closing or answer.calls else UNREAD
 
 
-def hint_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
     leads to `value`."""
     for part in listed(value):
-        yield from hint_parts(part, key)
+        yield from answer_parts(part, key)
     if not isinstance(value, dict):
         return
     kind = value.get("type")
     if kind in ("tool_use", "function_call") or key == "tool_calls":
         yield "", str(value.get("call_id") or value.get("id") or "")
     elif not str(kind).endswith(".done"):  # such an event says again what has been said
-        for name in [name for name in HINT_KEYS if name in value]:
+        for name in [name for name in ANSWER_KEYS if name in value]:
             part = value[name]
             if not isinstance(part, str):
-                yield from hint_parts(part, name)
-            elif kind in HINT_KEYS[name]:
+                yield from answer_parts(part, name)
+            elif kind in ANSWER_KEYS[name]:
                 yield part, ""
 
 
@@ -2214,7 +3026,15 @@ class Segment(NamedTuple):
     text: str
 
 
+# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts are
+# compared as a whole where that takes one pass.
+SEGMENTS = 4096  # of a prompt; those behind count as one
+COMPARED = 65536  # characters of two texts whose likeness is judged
+COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+CURE_LINES = 4  # of a system prompt that one cure covers
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 def segments_of(view: View) -> list[Segment]:
@@ -2222,91 +3042,116 @@ def segments_of(view: View) -> list[Segment]:
     templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        found.append(
-            Segment(
-                f"tool {tool_name(tool)}",
-                json.dumps(bare(tool) if isinstance(tool, dict) else tool),
-            )
-        )
+        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
+        found.append(Segment(f"tool {tool_name(tool)}", text))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = said(turn)
+            turn.told = rendered(turn)
         found.append(Segment(f"turn {number} ({role})", turn.told))
+    if len(found) > SEGMENTS:
+        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
+        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
     return found
 
 
-def said(turn: Turn) -> str:
-    """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
+def reasoning_of(view: View) -> set[int]:
+    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
+    found, number = set(), 1
+    for turn in view.turns[view.leading() :]:
+        item = turn.item or {}
+        kinds = [members(part).get("type") for part in listed(item.get("content"))]
+        if (
+            turn.role == "reasoning"
+            or item.get("reasoning_content")
+            or any(kind in REASONING_PARTS for kind in kinds)
+        ):
+            found.add(number)
+        number += turn.role != "reasoning"
+    return found
+
+
+def rendered(turn: Turn) -> str:
+    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
+    images; not its reasoning."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
-    rest += [
-        part
-        for part in listed(content)
-        if isinstance(part, dict) and part.get("type") not in _UNSAID_PARTS
-    ]
-    rest += [
-        item.get(key)
-        for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")
-    ]
-    return "\n".join(
-        filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)])
-    )
+    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
+    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
+    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
+    return "\n".join(filter(None, pieces))
 
 
-def spelled(value: Any) -> str:
-    """A call or result as text. Arguments in any spelling are equal to the server, which parses
-    them; an image's bytes stand for few tokens, and are replaced by a hash."""
-    if isinstance(value, list):
-        return "\n".join(map(spelled, value))
+def part_text(part: Any) -> str:
+    """A content part, result or call as text. An image's bytes stand for few tokens, and are
+    replaced by a hash."""
+    if not isinstance(part, dict):
+        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
+    kind, name = part.get("type"), tool_name(part)
+    if kind in TEXT_PARTS:
+        return str(part.get("text") or "")
+    if kind in UNSAID_PARTS:
+        return ""
+    if kind == "tool_result":  # llama-server joins the texts of a result
+        content = part.get("content")
+        texts = map(part_text, content if isinstance(content, list) else [content])
+        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
+    if name != "?":
+        call = {**part, **members(part.get("function"))}
+        given = arguments_text(call.get("arguments", call.get("input")))
+        return "\n".join((plain(part.get("id")), name, given))
+    text = json.dumps(bare(part))
+    if len(text) > 2048:
+        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
+    return text
+
+
+def arguments_text(value: Any) -> str:
+    """A call's arguments: in any spelling they are equal to the server, which parses them."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    if isinstance(value, dict):
-        value, function = bare(value), members(value.get("function"))
-        if isinstance(function.get("arguments"), str):
-            value["function"] = {**function, "arguments": spelled(function["arguments"])}
-    text = json.dumps(value)
-    return (
-        BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
-    )
+    return "" if value is None else json.dumps(value)
 
 
 def text_size(text: str) -> int:
-    """About the bytes that a string takes in memory."""
-    return 120 + len(text) * (1 if text.isascii() else 3)
+    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
+    393)."""
+    return 70 + sys.getsizeof(text)
 
 
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
+    a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 def tool_name(tool: Any) -> str:
+    """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    return (
-        re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
-    )  # it stands in the log
+    if not isinstance(name, str):
+        return "?"
+    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing
-    characters."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common prefix, by halves: comparing slices is faster than comparing items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    return common_prefix(a[::-1], b[::-1])
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -2319,17 +3164,18 @@ KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
     ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-    ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+    ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
     ("counter", r"\d+(?:[.,]\d+)*"),
+    ("id", r"\b\w*\d\w*"),
 )
 
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
     text."""
-    if at >= len(after):
+    if at >= len(after.rstrip()):
         return "removed"
-    if at >= len(before):
+    if at >= len(before.rstrip()):
         return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
@@ -2346,16 +3192,18 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 def around(text: str, at: int) -> str:
     """The line, or a piece of it, where two texts part."""
+    start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
-    return text[
-        max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)
-    ]
+    return text[start : min(end if end >= 0 else len(text), at + 40)]
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt
-    began with."""
+    """What became of one prompt.
+
+    `share` is the part (0 to 1, by characters) that an earlier prompt began with; `expected` the
+    tokens that should have been reused, None where nothing tells; `base` the number of the request
+    that this one goes on from, 0: none. `cure` is a setting, ready to copy."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2364,80 +3212,151 @@ class Verdict:
     before: str = ""
     after: str = ""
     advice: str = ""
+    cure: str = ""
     side: str = ""
-    taken: bool = False  # another conversation sent something since the earlier prompt
-    away: bool = False  # the server was away since then
+    step: str = ""
+    base: int = 0
+    expected: int | None = None
+
+    def title(self) -> str:
+        """The name, and what kind of request it is about."""
+        note = self.side or self.step
+        return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' when there is nothing to
         say."""
-        if self.name == "rewritten" and self.kind in ("taken out", "put in"):
-            return f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        if self.name == "rewritten":
-            return f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return self.advice if self.name == "lost" else ""
+        if self.name in ("lost", "template", "not reported"):
+            return self.advice
+        if self.name == "new branch" and self.kind in RETURNS:
+            return RETURNS[self.kind]
+        if self.name != "rewritten":
+            return ""
+        if self.kind in ("taken out", "put in"):
+            told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
+        elif self.kind == "reasoning":
+            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
+        else:
+            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
+        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
 
 
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "begins with an earlier prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
-    "lost": "begins with an earlier prompt, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
 }
-
-ADVICE = {
-    "taken": "another conversation was served in between and took the slot: start llama-server with -np 4 -sps 0.6, or"
-    " give it more --cache-ram",
-    "away": "the server was away in between (restart or crash): WARMUP_FILE reads the prompts in again after a start",
-    "idle": "nothing was sent for {minutes} minutes: the server may unload when idle (--sleep-idle-seconds);"
-    " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server kept nothing of it: it was restarted, or its host cache is off (--cache-ram 0), or the model"
-    " is a hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np), the"
-    " last checkpoint may lie further back (--ctx-checkpoints), or the chat template drops old reasoning",
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up
-    to each of them; `end` is one of all and that nothing follows. `first` is the place of the first
-    turn."""
+    """A prompt as it was forwarded, segment by segment: names and texts.
 
-    __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
+    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
+    of the conversation's first prompt."""
 
-    def __init__(self, segments: list[Segment], conversation: str, now: float) -> None:
+    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
         self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
-        self.first = next(
-            (i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names)
-        )
-        self.chain = list(
-            itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0)
-        )[1:]
-        self.end = hash((*self.chain[-1:], "end"))
+        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
+        self.first = next(is_turn, len(segments))
+        self.chain = links(segments)
+        self.turns = links(segments[self.first :])
+        self.tokens: int | None = None
+        self.number, self.pace = 0, 0.0
 
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.first < len(self.texts) else ""
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
 
     def tools(self) -> list[str]:
         return [name[5:] for name in self.names if name.startswith("tool ")]
 
-    def at(self, depth: int, where: str) -> str:
-        """The text of a segment, if it is one of that name: a role's marks stand in front of every
-        text."""
-        return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
 
-    def shares(self, other: Prompt, depth: int) -> bool:
-        """Whether the first `depth` segments are those of another prompt."""
-        return not depth or self.chain[depth - 1 : depth] == [other.chain[depth - 1]]
+    def head(self) -> int:
+        """A hash of all before the first turn."""
+        return self.chain[self.first - 1] if self.first else 0
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[Segment]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
+
+
+@dataclasses.dataclass
+class Case:
+    """A prompt under judgement, until the server's numbers are known.
+
+    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
+    was made from, else the closest one of another conversation. `between` are the prompts that the
+    server got since then."""
+
+    verdict: Verdict
+    prompt: Prompt
+    base: Prompt | None = None
+    whole: bool = False
+    between: list[Prompt] = dataclasses.field(default_factory=list)
+    texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    moved: bool = False  # what the client sent goes on from what it sent before
+    away: bool = False  # the server was away since then
+    idle: float = 0.0  # seconds without a request before it
+    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
 
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal beginnings are held once; bounded,
+    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
     MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
@@ -2446,107 +3365,58 @@ class Ledger:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[
-            int, int
-        ] = {}  # chain up to a segment, or end -> the newest entry that has it
-        self.latest: dict[str, int] = {}  # conversation -> its newest entry
+        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
         self.count = 0  # of all prompts judged; the newest entry's number
 
-    def judge(
-        self,
-        segments: list[Segment],
-        conversation: str,
-        side: str = "",
-        now: float = 0.0,
-        lost_at: float = -1.0,
-    ) -> Verdict:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
         later, in settle().
 
-        `lost_at` is when the server was last found away, on the clock of `now`.
-        """
-        prompt = Prompt(segments, conversation, now)
-        with self.lock:
-            verdict = self.compare(prompt, side, lost_at)
+        `lost_at` is when the server was last found away, on the clock of the prompts."""
+        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
+            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
+            longest = self.longest(prompt)
             self.remember(prompt)
-        return verdict
-
-    def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
-        """Find the stored prompt with the longest common prefix, and say where they part and
-        why."""
-        chain, names, texts = prompt.chain, prompt.names, prompt.texts
-        if not self.entries or not chain:
-            return Verdict(side=side)
-        total = sum(map(len, texts)) or 1
-        depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
-        same = sum(map(len, texts[:depth]))
-        entry = self.counterpart(prompt, depth)
-        newer = itertools.takewhile(
-            lambda other: other is not entry, reversed(self.entries.values())
-        )
-        taken = any(other.conversation != prompt.conversation for other in newer)
-        verdict = Verdict(
-            "extended", same / total, side=side, taken=taken, away=entry.time < lost_at
-        )
-        if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
-            return verdict
-        old, new = entry.at(depth, names[depth]), texts[depth]
-        verdict.share = (same + common_prefix(old, new)) / total
-        if old and new.startswith(old) and names[depth].endswith("(prompt)"):
-            return verdict
-        locate_change(verdict, entry, prompt, depth)
-        goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
-        if depth < prompt.first:
-            ours = goes_on and entry.opening() == prompt.opening()
-            rewritten = (
-                ours
-                or verdict.kind == "tool order"
-                or (verdict.kind != "tools changed" and alike(old, new))
-            )
-        else:
-            rewritten = goes_on and (
-                depth > prompt.first or entry.conversation == prompt.conversation
-            )
-        if rewritten and not side:  # a side request has a prompt of its own: no fault
-            verdict.name = "rewritten"
+        if not stored or not prompt.chain:
+            return case
+        verdict, case.base = case.verdict, previous(prompt, stored)
+        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        case.whole = case.base is not None and prompt.goes_on(base)
+        common = max(prompt.common(one) for one in (base, longest or base))
+        verdict.share = common / (prompt.length() or 1)
+        newer = list(itertools.takewhile(lambda one: one is not base, stored))
+        case.between = newer[:COMPARED_PROMPTS]
+        case.away = base.time < lost_at
+        if case.whole:
+            verdict.name = "extended"
+            talk, head = base.conversation, base.head()
+            again = [one for one in newer if one.conversation == talk and one.head() == head]
+            if not prompt.side and any(not one.side for one in again):
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+            return case
+        case.texts = locate_change(verdict, base, prompt)
+        if not prompt.side and is_rewritten(verdict, case, base):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
         else:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
-        return verdict
+        return case
 
-    def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
-        """The entry to compare with, of those that have most in common: this conversation's newest,
-        else one with the same tools, that opens with the same words, that agrees to the furthest
-        line. Only the newest are looked at."""
-        own = self.entries.get(self.latest.get(prompt.conversation, 0))
-        if own is not None and own.shares(prompt, depth):
-            return own
-        newest = itertools.islice(reversed(self.entries.values()), 32)
-        fitting = [entry for entry in newest if entry.shares(prompt, depth)]
-        if depth == len(prompt.chain) or not fitting:
-            return self.entries[self.index[prompt.chain[depth - 1]]]
-        head, opening, new = prompt.names[: prompt.first], prompt.opening(), prompt.texts[depth]
-
-        def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-            prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
-            return (
-                entry.names[: prompt.first] == head,
-                entry.opening() == opening,
-                new.rfind("\n", 0, prefix),
-            )
-
-        return max(fitting, key=agreement)
+    def longest(self, prompt: Prompt) -> Prompt | None:
+        """The newest prompt of those that share most segments with this one."""
+        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
         for place, link in enumerate(prompt.chain):
             if link in self.index:
-                prompt.texts[place] = self.entries[self.index[link]].texts[
-                    place
-                ]  # the string that is held already
+                known = self.entries[self.index[link]]
+                prompt.texts[place] = known.texts[place]  # the string that is held already
             else:
                 self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
-        self.index[prompt.end] = self.latest[prompt.conversation] = self.count
         self.entries[self.count] = prompt
         self.size += 300 * len(prompt.chain)
         while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
@@ -2560,72 +3430,357 @@ class Ledger:
             if self.index[link] == number:
                 del self.index[link]
                 self.size -= text_size(entry.texts[place])
-        if self.index[entry.end] == number:
-            del self.index[entry.end]
-        if self.latest[entry.conversation] == number:
-            del self.latest[entry.conversation]
 
 
-def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
-    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
-    change looks like."""
-    name, new = prompt.names[depth], prompt.texts[depth]
-    old_name, old = (
-        (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
+    """The prompt of the same conversation that this one goes on from, or was made from by a change
+    of its history.
+
+    `stored`: the newest first. What stands before the turns does not count here. One whose last message alone was put in
+    another way (a branch, a question beside the conversation) is passed over."""
+    talk = (one for one in stored if one.conversation == prompt.conversation)
+    own = list(
+        itertools.islice((one for one in talk if prompt.side or not one.side), COMPARED_PROMPTS)
     )
-    was, now = entry.tools(), prompt.tools()
-    turns = name.startswith("turn ") and old
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    verdict.where = name
-    if was != now and "tool " in (name[:5], old_name[:5]):
+    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
+    whole = changed = None
+    deepest, reached = (-1, 0), -1
+    for entry in own + relatives:
+        depth = common_prefix(prompt.turns, entry.turns)
+        if depth == len(entry.turns) or prompt.goes_on(entry):
+            if (depth, prompt.common(entry)) > deepest:
+                whole, deepest = entry, (depth, prompt.common(entry))
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
+            if own and entry in relatives:
+                continue
+            changed, reached = entry, depth
+    return whole if whole is not None and deepest[0] > reached else changed
+
+
+def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """Prompts that look like this conversation's under another name, the newest first: under a
+    system text much like its own, with a first message much like its own or with the same turns."""
+    found = [one for one in stored if one.conversation != prompt.conversation]
+    if "(prompt)" in prompt.names[-1]:
+        return [one for one in found if prompt.goes_on(one)]
+    if not prompt.answered(0) or prompt.side:
+        return []
+    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
+    opening = prompt.opening()
+    return [
+        one
+        for one in found
+        if not one.side
+        and one.turns
+        and (
+            one.opening() in opening
+            or opening in one.opening()
+            or alike(one.opening(), opening)
+            or not texts.isdisjoint(one.texts[one.first :])
+        )
+        and (one.head() == prompt.head() or alike(one.system(), prompt.system()))
+    ]
+
+
+def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
+    """The prompt of another conversation that has most in common with this one, rather one with the
+    same tools."""
+    head = prompt.names[: prompt.first]
+    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+
+
+def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
+    """Whether a prompt that does not go on from an earlier one is that one changed, and not
+    another."""
+    prompt = case.prompt
+    if verdict.where.startswith("turn "):
+        return case.base is not None
+    if verdict.where == "system" and not alike(base.system(), prompt.system()):
+        return False
+    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
+
+
+def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
+    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
+    both have there."""
+    was, now = base.tools(), prompt.tools()
+    depth = common_prefix(prompt.chain, base.chain)
+    (old_name, old), (name, new) = (
+        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
+        for one in (base, prompt)
+    )
+    verdict.where = name or old_name
+    if base.system() != prompt.system():
+        verdict.where, old, new = "system", base.system(), prompt.system()
+    elif was != now:
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
+        had, has = set(was), set(now)
+        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
             start = len(os.path.commonprefix([was, now]))
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
+        return "", ""
+    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
+        verdict.kind = "order of tool results"
+    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
+        return old, ""
+    elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-    else:
-        at = common_prefix(old, new)
-        verdict.kind, verdict.before, verdict.after = (
-            kind_of(old, new, at),
-            around(old, at),
-            around(new, at),
+        return "", new
+    elif old.split() == new.split():
+        moved = "(tool)" in name and "(tool)" not in old_name
+        verdict.kind = "moved into the result" if moved else "the same words in another form"
+    at = common_prefix(old, new)
+    verdict.kind = verdict.kind or kind_of(old, new, at)
+    verdict.before, verdict.after = around(old, at), around(new, at)
+    return old, new
+
+
+def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
+    """Whether the tool results that begin at a place are the same in another order."""
+    lines = []
+    for prompt in (a, b):
+        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
+        results = prompt.texts[depth : depth + len(list(names))]
+        lines.append("\n".join(results).split("\n"))
+    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+
+
+def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
+    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
+    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+
+
+def is_answer(name: str, old_name: str) -> bool:
+    """Whether an answer stands where another turn stood."""
+    return "(assistant)" in name and "(assistant)" not in old_name
+
+
+# --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
+
+
+def cure_of(case: Case, config: Config) -> str:
+    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
+    set already."""
+    where, (old, new) = case.verdict.where, case.texts
+    if where == "system":
+        name, pattern, needed = "LIFT_REGEX", line_pattern(old, new), ("scrub", "replay", "lift")
+    elif "(user)" in where:
+        name, pattern, needed = (
+            "REPLAY_REGEX",
+            block_pattern(old, new),
+            ("scrub", "replay", "replay"),
         )
+    elif case.verdict.kind in ("tool order", "order of tool results"):
+        name, pattern, needed = "", "", ("scrub", "replay", "replay")
+    else:
+        return ""
+    for switch in needed:
+        if not getattr(config, switch):
+            return f"{switch.upper()}=1, which is off"
+    if not pattern or pattern in getattr(config, name.lower()):
+        return ""
+    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
 
 
-def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes `verdict`."""
+def shape(text: str) -> str:
+    """A pattern for a piece of a line: numbers and names of days and months may vary."""
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    return re.sub(r"\d+", r"\\d+", pattern)
+
+
+def line_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
+    there is none."""
+    patterns: list[str] = []
+    while old != new and len(patterns) < CURE_LINES:
+        at = common_prefix(old, new)
+        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
+        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+        label = label[: label.rfind(" ") + 1] or label
+        named = len(re.findall("[A-Za-z]", label)) > 2
+        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
+        patterns.append(pattern)
+    return "|".join(patterns) if old == new else ""
+
+
+def block_pattern(old: str, new: str) -> str:
+    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    prefix = common_prefix(old, new)
+    suffix = common_suffix(old[prefix:], new[prefix:])
+    for text, other in ((old, new), (new, old)):
+        if text.endswith(other):
+            block = text[: len(text) - len(other)]
+        elif text.startswith(other):
+            block = text[len(other) :]
+        else:  # the paragraphs around the change
+            start = text.rfind("\n\n", 0, prefix) + 1
+            end = text.find("\n\n", len(text) - suffix)
+            block = text[start : end if end >= 0 else len(text)]
+        lines = block.strip().split("\n")
+        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
+        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+            continue
+        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
+        for mark, ending in BLOCK_ENDS:
+            if tag := re.match(mark, lines[0]):
+                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
+        if re.match(r"</|\[/", lines[-1]):
+            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for pattern in patterns:
+            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            if len(left) == 1 and (left != {""} or "" in (old, new)):
+                return pattern
+    return ""
+
+
+BLOCK_ENDS = (  # how a program's block begins -> how it ends
+    (r"<([\w-]+)>?", "</{}>"),
+    (r"\[([\w ]*\w)", "[/{}]"),
+)
+
+
+# --- what the server says -------------------------------------------------------------------------
+
+
+def missing_tokens(case: Case, usage: Usage) -> int:
+    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
+    told. What a prompt that goes on from another begins with is known to six tokens."""
+    verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
-        if verdict.name == "extended":
-            verdict.name = "not reported"
-        return
-    expected = verdict.share * usage.prompt
-    if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
+        return 0
+    exact = base.tokens if base is not None and case.whole else None
+    verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
+    missing = verdict.expected - usage.cached
+    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
+    return missing if due and missing >= little else 0
+
+
+def settle(case: Case, usage: Usage, config: Config) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the
+    verdict."""
+    verdict, prompt, base = case.verdict, case.prompt, case.base
+    prompt.tokens = usage.prompt
+    if base is not None:
+        verdict.base, prompt.pace = base.number, base.pace
+    if usage.cached is None or not usage.prompt:
+        verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+    elif missing_tokens(case, usage):
+        explain_loss(case, usage, config)
+    elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
-    if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.cure = cure_of(case, config)
+
+
+def explain_loss(case: Case, usage: Usage, config: Config) -> None:
+    """Say why a prompt that goes on from another was not reused."""
+    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
+    had = case.base.reasoning if case.base is not None and case.whole else set()
+    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
+    if dropped:
+        verdict.name, verdict.kind = "rewritten", "reasoning"
+        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
-    if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        causes = {
-            "away": verdict.away,
-            "taken": verdict.taken,
-            "idle": idle_seconds > 300,
-            "checkpoint": usage.cached < 0.05 * usage.prompt,
-            "partly": True,
-        }
-        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+    causes = {
+        "away": case.away,
+        "taken": bool(case.between),
+        "idle": case.idle > 300,
+        "checkpoint": cached < 0.05 * (usage.prompt or 0),
+        "not all kept": True,
+    }
+    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+    if verdict.kind == "taken":
+        why = taken_advice(case, expected / (usage.prompt or 1))
+    else:
+        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+
+
+ADVICE = {  # what happened -> why or what helps | a setting that helps | how; what is set is not named
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
+    " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a"
+    " hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
+    " --ctx-checkpoints), or the chat template renders old turns in another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "system": "the client writes this part of its system prompt anew",
+    "tools": "keep the list of tools the same for the length of a conversation",
+    "tool": "keep a tool's description the same for the length of a conversation",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may read all again",
+    "turns": "have the client keep it, where it can",
+    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a larger host"
+    " cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from each other:"
+    " -sps above sim keeps those apart, at the price that new conversations start cold",
+}  # fmt: skip
+
+
+def advice(cause: str, config: Config) -> str:
+    """An entry of ADVICE, without a setting that is set."""
+    told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
+    return told if getattr(config, setting, True) else f"{told}; {how}"
+
+
+def taken_advice(case: Case, own: float) -> str:
+    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
+    of this prompt that its slot should have held.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt; what the slot held goes to the host cache only if less than half of it
+    stays (server-context.cpp, get_available_slot)."""
+    base = case.base or case.prompt
+    shared, other = max(
+        ((one.common(base) / (one.length() or 1), one) for one in case.between),
+        key=lambda pair: pair[0],
+    )
+    who = f"a {other.side} request" if other.side else "another conversation"
+    if other.conversation == base.conversation and not other.side:
+        who = "a request of the same chat in another form"
+    more = len(case.between) - 1
+    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    if shared <= 0.1:
+        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
+    size = other.tokens or other.length() // 4
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f}) and so was given this slot"
+    wanted = math.ceil(100 * shared + 1) / 100
+    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    if wanted >= own:
+        apart = "no -sps keeps two apart that have so much in common"
+    one_slot = "-np 2 gives each its own, if memory allows"
+    slots = case.server.get("slots")
+    if slots is None:
+        return f"{told}: with one slot, {one_slot}; with several, {apart}"
+    return f"{told}: {one_slot if slots == 1 else apart}"
 
 
 SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
-    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
+    r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
+    r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"
+    r"|(?P<completion>\bautocompletion (?:system|task)\b)"
+    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
+# One must be there before the slow search.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -2636,14 +3791,14 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
-    if "thread_title" in str(body.get("client_metadata") or ""):
+    told = list(members(body.get("client_metadata")).values())[:16]
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
         return "title"
     if body.get("tools"):
         return ""
-    if "'title': {" in str(
-        body.get("output_config") or body.get("text")
-    ):  # a property; every schema may have a title
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    if "title" in members(members(wanted.get("schema")).get("properties")):
+        return "title"  # a property; every schema may have a title
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
@@ -2653,55 +3808,72 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     return ""
 
 
+def step_of(view: View) -> str:
+    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
+    alarm nobody."""
+    turns = [turn.role for turn in view.turns[view.leading() :]]
+    if not view.dialect.edited:
+        return ""
+    if "assistant" not in turns:
+        return "first prompt"
+    return "tool step" if turns[-1] == "tool" else "user turn"
+
+
 # ==================================================================================================
-# Relay: HTTP on both sides. The only section that touches sockets of requests
+# Relay: HTTP on both sides, with http.server and http.client. The only section that touches sockets
+# of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
 HEAD_LIMIT = 65536  # bytes of a request's or response's head
 HEADER_LIMIT = 100  # header lines; llama-server has the same limit
-BODY_IDLE = 60.0  # seconds without a byte of a request body
-SEND_LIMIT = (
-    300.0  # seconds a client may leave one piece of an answer unread: then its slot is freed
-)
-KEEP_IDLE = 120.0  # seconds a client's connection may stay open between requests
+CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
+INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
+BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
+BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
+KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
 REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
-QUIET_SECONDS = (
-    0.02  # the server is silent this long: the model is working, and there is time to explain
-)
-LINGER = 2.0  # seconds a client gets to read an error while it is still sending
-DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
-PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
-PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
-LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
-TAP_BYTES = (
-    65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
-)
+QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
+LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
+DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
+TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and
-# stays.
+# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
 HOP_BY_HOP = frozenset(
-    b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection proxy-authenticate"
-    b" proxy-authorization".split()
+    (
+        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
+    )
 )
-WRITTEN_ANEW = HOP_BY_HOP | {
-    b"host",
-    b"expect",
-    b"content-length",
-    b"x-kvproxy-conversation",
-}  # in requests
-CHUNKED_DROPS = HOP_BY_HOP | {b"content-length"}  # in responses
-TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)" % TOKEN_BYTES.pattern)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?")
-FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % TOKEN_BYTES.pattern)
+WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
+CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+
+TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
+STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
-KEPT_FOR = re.compile(rb"timeout=(\d{1,6})")
-LENGTH = re.compile(rb"[0-9]{1,19}")
+LENGTH = re.compile(r"[0-9]{1,19}")
+KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
+TOKEN_BYTES = re.compile(TOKEN)
+
 Headers = list[tuple[bytes, bytes]]
+Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
 
 
-class BadHead(ValueError):
-    """A head that is not HTTP/1.x as RFC 9112 has it; the message says where."""
+class BadMessage(http.client.HTTPException):
+    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+
+
+class TooLong(BadMessage):
+    """A head or a line that is longer than its limit."""
+
+
+class BodyTooLong(Exception):
+    """A body that is longer than its limit."""
 
 
 class Refused(Exception):
@@ -2720,117 +3892,19 @@ class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
 
 
-class Stale(Exception):
-    """A kept connection was closed by the server before it answered."""
+class Answered(Exception):
+    """The server answers before it has read the whole request."""
 
 
-class Fields(Headers):
-    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by
-    lower-case name."""
+# --- waiting for sockets --------------------------------------------------------------------------
 
-    def __init__(self, lines: list[bytes]) -> None:
-        """Raises BadHead."""
-        super().__init__()
-        if len(lines) > HEADER_LIMIT:
-            raise BadHead("too many header lines")
-        self.by_name: dict[bytes, list[bytes]] = {}
-        for line in lines:
-            found = FIELD_LINE.fullmatch(line)
-            if not found:
-                raise BadHead(
-                    "bad header line"
-                )  # also a bare CR, a NUL, a folded line, a space before the colon
-            name, value = found[1], found[2].strip(b" \t")
-            self.append((name, value))
-            self.by_name.setdefault(name.lower(), []).append(value)
-
-    def all(self, name: bytes) -> list[bytes]:
-        return self.by_name.get(name, [])
-
-
-def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
-    """The header lines that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next message.
-    """
-    if listed := headers.all(b"connection"):
-        named = {token.strip().lower() for token in b",".join(listed).split(b",")}
-        drop |= named - {b"content-length"}
-    return [name + b": " + value for name, value in headers if name.lower() not in drop]
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadHead unless all values are equal plain
-    numbers."""
-    values = headers.all(b"content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadHead("bad Content-Length")
-    return int(values[0])
-
-
-class Chunks:
-    """The chunked coding (RFC 9112 section 7.1) as a state machine: bytes may be cut anywhere."""
-
-    __slots__ = ("done", "left", "line", "state", "trailers")
-    SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r")
-    LINE = re.compile(SIZE.pattern + rb"\n")
-
-    def __init__(self) -> None:
-        self.state = "size"  # the line behind `left` bytes of data: size, data (the empty one after a chunk), trailer
-        self.left, self.line = 0, b""
-        self.done, self.trailers = False, 0
-
-    def feed(self, data: bytes, out: list[bytes]) -> int:
-        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than
-        all: it is done). Raises BadHead."""
-        at, size = 0, len(data)
-        while at < size and not self.done:
-            if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
-                start = found.end()  # the usual case, a whole chunk in one piece, in one step
-                end = start + int(found[1], 16)
-                if end > start and data[end : end + 2] == b"\r\n":
-                    out.append(data[start:end])
-                    at = end + 2
-                    continue
-            if self.left:
-                end = min(size, at + self.left)
-                out.append(data[at:end])
-                self.left -= end - at
-                at = end
-                continue
-            stop = data.find(b"\n", at)
-            if stop < 0:
-                self.line += data[at:]
-                if len(self.line) > 8192:
-                    raise BadHead("endless chunk line")
-                return size
-            line, self.line, at = self.line + data[at:stop], b"", stop + 1
-            if self.state == "size":
-                found = self.SIZE.fullmatch(line)
-                if not found:
-                    raise BadHead("bad chunk size")
-                self.left = int(found[1], 16)
-                self.state = "data" if self.left else "trailer"
-            elif self.state == "data":
-                if line != b"\r":
-                    raise BadHead("chunk longer than its size")
-                self.state = "size"
-            elif line == b"\r":
-                self.done = True
-            elif line[-1:] != b"\r" or not FIELD_LINE.fullmatch(line, 0, len(line) - 1):
-                raise BadHead("bad trailer")
-            else:
-                self.trailers += len(line)
-                if self.trailers > HEAD_LIMIT:
-                    raise BadHead("endless trailers")
-        return at
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
 class SelectPoll:
-    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind
-    unread bytes."""
+    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
+    itself takes no descriptor above 1023 elsewhere."""
 
     def __init__(self) -> None:
         self.wanted: dict[int, int] = {}
@@ -2841,159 +3915,217 @@ class SelectPoll:
     modify = register
 
     def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [fd for fd, events in self.wanted.items() if events & READ]
-        writes = [fd for fd, events in self.wanted.items() if events & WRITE]
-        reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        return [(fd, READ * (fd in reads) | WRITE * (fd in writes)) for fd in {*reads, *writes}]
+        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
+        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
+        if not reads and not writes:  # Windows does not take three empty lists
+            time.sleep(milliseconds / 1000)
+        else:
+            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
+        ready = {*reads, *writes}
+        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
 
 
-READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-Poll: Any = getattr(
-    select, "poll", SelectPoll
-)  # select() itself cannot take descriptors above 1023
+Poll: Any = getattr(select, "poll", SelectPoll)
 
 
-def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
-    """Wait until a socket has bytes or has ended; with WRITE, until it takes bytes."""
+def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
+    """Wait for a socket; the events that came, 0 when none did."""
     poller = Poll()
     poller.register(sock, events)
-    return bool(poller.poll(seconds * 1000))
+    found = poller.poll(1000 * max(0.0, seconds))
+    return found[0][1] if found else 0
 
 
-class Wire:
-    """A connected socket and the bytes read ahead from it.
+def never_wait(events: int) -> None:
+    """The `wait` of a stream that nobody reads from."""
+    raise BlockingIOError
 
-    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll
-    in every call, and with many threads each call that lets go of the interpreter's lock may cost a
-    switch. TLS would wait for whole records (its session tickets are no answer), and nobody would
-    watch the client."""
 
-    __slots__ = ("buf", "sock")
+class Stream(io.RawIOBase):
+    """A connected socket as a file that calls `wait(events)` where it would block.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buf = sock, bytearray()
+    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
+    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
+    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
+    that a broken connection raises."""
+
+    def __init__(
+        self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
+    ) -> None:
+        self.sock, self.wait, self.gone = sock, wait, gone
+        self.received = 0  # bytes; whoever cares sets it to 0
+        self.ahead = bytearray()  # bytes read before anyone asked for them
+        self.tls = hasattr(sock, "pending")
+        self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
-    def take(self, size: int | None = None) -> bytes:
-        """Bytes read ahead, at most `size`; b'' when there are none."""
-        data = bytes(self.buf[:size])
-        del self.buf[:size]
-        return data
+    def readable(self) -> bool:
+        return True
 
-    def read(self, seconds: float, size: int = 65536) -> bytes:
-        """What the client sends next; b'' at the end. Raises TimeoutError, ConnectionError."""
-        while seconds >= 0:
-            try:
-                return self.sock.recv(size)  # a busy client's next request is often here already
-            except BlockingIOError:
-                if not ready(self.sock, seconds):
-                    break
-        raise TimeoutError
+    def writable(self) -> bool:
+        return True
 
-    def send(self, data: bytes) -> None:
-        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for
-        SEND_LIMIT seconds."""
-        rest: bytes | memoryview = data
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        if self.ahead:
+            size = min(len(buffer), len(self.ahead))
+            buffer[:size] = self.ahead[:size]
+            del self.ahead[:size]
+            return size
+        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+            self.wait(READ)
         while True:
             try:
-                sent = self.sock.send(rest)
-            except BlockingIOError:
-                if not ready(self.sock, SEND_LIMIT, WRITE):
-                    raise TimeoutError from None
-                continue
-            if sent == len(rest):
-                return
-            rest = memoryview(rest)[sent:]
-
-    def close(self, abort: bool = False) -> None:
-        """Close for good. `abort` sends RST, the only sign of a cut that a client without framing
-        can see."""
-        with contextlib.suppress(OSError):
-            if abort:
-                self.sock.setsockopt(
-                    socket.SOL_SOCKET,
-                    socket.SO_LINGER,
-                    struct.pack("hh" if os.name == "nt" else "ii", 1, 0),
-                )
-            else:
-                self.sock.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes threads that wait on it; close() alone does not
-        with contextlib.suppress(OSError):
-            self.sock.close()
-
-
-class Pair:
-    """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees
-    the model at once.
-
-    Peeking tells a client's end from pipelined bytes; once such bytes are there, only a hang-up is
-    watched for, where the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone,
-    as it does for llama-server itself."""
-
-    __slots__ = ("answer", "client", "poller", "tls", "upstream")
-    GONE = getattr(select, "POLLRDHUP", 0)
-
-    def __init__(self, client: socket.socket, upstream: socket.socket) -> None:
-        self.client, self.upstream = client, upstream
-        self.tls = hasattr(upstream, "pending")
-        self.answer = [(upstream.fileno(), READ)]  # what poll() says in the usual case
-        self.poller = Poll()
-        self.poller.register(upstream, READ)
-        self.poller.register(client, READ | self.GONE)
-
-    def watch(self) -> None:
-        """Look out for bytes of the client again."""
-        self.poller.modify(self.client, READ | self.GONE)
-
-    def wait(self, seconds: float, body: bool = False) -> str:
-        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is,
-        when that is asked for; or 'timeout'. Raises ClientGone."""
-        if self.tls and self.upstream.pending():  # type: ignore[attr-defined]
-            return "read"
-        while found := self.poller.poll(seconds * 1000):
-            if found == self.answer:
-                return "read"
-            events = dict(found)
-            server = events.pop(self.answer[0][0], 0)
-            for client in events.values():
-                if client & ~READ:  # hung up, or broken
-                    raise ClientGone
-                if not body:
-                    self.look()
-            if server:
-                return "write" if server == WRITE else "read"
-            if body:
-                return "body"
-        return "timeout"
-
-    def wait_to_write(self, seconds: float) -> str:
-        self.poller.modify(self.upstream, READ | WRITE)
-        try:
-            return self.wait(seconds)
-        finally:
-            self.poller.modify(self.upstream, READ)
-
-    def look(self) -> None:
-        """Tell pipelined bytes from the client's end."""
-        try:
-            if not self.client.recv(1, socket.MSG_PEEK):
-                raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.poller.modify(self.client, self.GONE)  # a level-triggered poll would spin on them
-
-    def read(self, seconds: float) -> bytes | None:
-        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone,
-        OSError."""
-        while self.wait(seconds) == "read":
-            try:
-                return self.upstream.recv(65536)
+                size = self.sock.recv_into(buffer)
             except AGAIN:
-                pass
+                self.wait(READ)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+            else:
+                self.received += size
+                self.drained = size < len(buffer) and not self.tls
+                return size
+
+    def write(self, data: Any) -> int:
+        while True:
+            try:
+                return self.sock.send(data)
+            except AGAIN:
+                self.wait(WRITE)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+
+    def sendall(self, data: Any) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.write(rest) :]
+
+    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+        return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
+
+    def flush(self) -> None:
+        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
+        super().close()
+
+
+# --- reading messages -----------------------------------------------------------------------------
+
+
+def read_line(file: Any, limit: int) -> bytes:
+    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    line: bytes = file.readline(limit + 1)
+    if len(line) > limit:
+        raise TooLong("a line is too long")
+    if line[-1:] != b"\n":
+        raise EOFError("the connection ended in the middle of a line")
+    return line
+
+
+class Fields(http.client.HTTPMessage):
+    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
+    time, and a request needs two dozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: dict[str, list[str]] = {}
+
+    def set_raw(self, name: str, value: str) -> None:
+        super().set_raw(name, value)
+        self.index.setdefault(name.lower(), []).append(value)
+
+    def all(self, name: str) -> list[str]:
+        """The values of all lines with this (lower-case) name."""
+        return self.index.get(name, [])
+
+    def members(self, name: str) -> list[str]:
+        """The members of a header that is a list, over all of its lines, in lower case."""
+        return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+
+def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
+    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
+
+    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
+    line without a colon, keeps folded lines, and takes more than twice as long."""
+    headers, count = Fields(), 0
+    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+        limit -= len(line)
+        found = FIELD_LINE.fullmatch(line)
+        if not found:  # also a NUL, a space before the colon
+            raise BadMessage("bad header line")
+        headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
+        count += 1
+        if count > HEADER_LIMIT:
+            raise TooLong("too many header lines")
+    return headers
+
+
+def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """The headers that a proxy passes on: without `drop` and what Connection names.
+
+    Connection cannot name Content-Length: without it the body would be taken for the next
+    message."""
+    drop |= set(headers.members("connection")) - {"content-length"}
+    return (item for item in headers.raw_items() if item[0].lower() not in drop)
+
+
+def body_length(headers: Fields) -> int | None:
+    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
+    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
+    values = headers.all("content-length")
+    if not values:
         return None
+    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
+        raise BadMessage("bad Content-Length")
+    return int(values[0])
+
+
+def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
+    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
+
+    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
+    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    while True:
+        line = file.readline(CHUNK_LINE_LIMIT)
+        found = CHUNK_LINE.fullmatch(line)
+        if not found:
+            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
+                raise EOFError("the connection ended before a chunk")
+            raise BadMessage("bad chunk size")
+        size = int(found[1], 16)
+        if not size:
+            break
+        limit -= size
+        if limit < 0:
+            raise BodyTooLong
+        left, end = size + 2, b""  # a line end follows the payload
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            if not data:
+                raise EOFError("the connection ended in the middle of a chunk")
+            payload = data[: max(0, left - 2)]
+            left -= len(data)
+            end = (end + data[-2:])[-2:]
+            if not left and end != b"\r\n":
+                raise BadMessage("a chunk is longer than its size")
+            yield line + data, payload, False
+            line = b""
+    trailer, room = b"", HEAD_LIMIT
+    while trailer != b"\r\n":
+        trailer = read_line(file, room)
+        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+            raise BadMessage("bad trailer")
+        line += trailer
+        room -= len(trailer)
+    yield line, b"", True
 
 
 @dataclasses.dataclass
@@ -3001,175 +4133,164 @@ class Request:
     """A request's head, as received, but for an absolute target: that has become a path."""
 
     method: str
-    target: bytes
+    path: str  # with the query; a character for each byte
     headers: Fields
-    old: bool  # HTTP/1.0
-    length: int | None  # Content-Length
-    chunked: bool
+    old: bool = False  # HTTP/1.0
+    length: int | None = None  # Content-Length
+    chunked: bool = False
 
     @property
-    def path(self) -> str:
-        return self.target.decode("latin-1")
+    def target(self) -> bytes:
+        return self.path.encode("latin-1")
 
     def get(self, name: str) -> str:
-        found = self.headers.all(name.encode())
-        return found[0].decode("latin-1") if found else ""
-
-    def keep_alive(self) -> bool:
-        tokens = b",".join(self.headers.all(b"connection")).lower().split(b",")
-        return not self.old and b"close" not in [token.strip() for token in tokens]
+        """A header's value, the first one if there are several, or ''."""
+        return next(iter(self.headers.all(name.lower())), "")
 
 
-@dataclasses.dataclass
-class Response:
-    """A response's head; `framing` tells how its body ends: none, length, chunked or close (RFC
-    9112 section 6.3)."""
+def from_other_site(request: Request) -> bool:
+    """Whether a browser says that a page of another site sends this."""
+    scheme, _, place = request.get("origin").lower().partition("://")
+    foreign = scheme in ("http", "https") and place != request.get("host").lower()
+    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
 
-    status: int
-    reason: bytes
+
+class Response(http.client.HTTPResponse):
+    """An answer of the model server."""
+
+    _method: str  # of the request
+    fp: Any  # a BufferedReader on the connection's Stream, until release()
     headers: Fields
-    framing: str
-    length: int
-    last: bool  # the server closes the connection after it
+    length: int | None
+
+    def begin(self) -> None:
+        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+
+        The library takes 103 for the answer, and has no strict parser."""
+        for _ in range(INTERIM_LIMIT):
+            line = read_line(self.fp, HEAD_LIMIT)
+            match = STATUS_LINE.fullmatch(line)
+            if not match:
+                raise BadMessage("bad status line")
+            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
+            self.status = self.code = int(match[2])
+            if self.status == 101:
+                raise BadMessage("it switches to another protocol unasked")
+            if self.status >= 200:
+                break
+        else:
+            raise BadMessage("interim answers without end")
+        self.version = 10 + int(match[1])
+        self.reason = (match[3] or b"").decode("latin-1")
+        self.set_framing()
+
+    def set_framing(self) -> None:
+        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
+        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        self.chunked = False
+        self.length = None if coding else body_length(self.headers)
+        if self._method == "HEAD" or self.status in (204, 304):
+            self.length = 0
+        elif coding:
+            if coding != "chunked":
+                raise BadMessage("unknown Transfer-Encoding")
+            self.chunked = True
+        ended_by_close = not self.chunked and self.length is None
+        closes = "close" in self.headers.members("connection")
+        self.closing = self.version == 10 or closes or ended_by_close
+        # llama-server says keep-alive and closes the connection after a streamed answer.
+        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
+        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        self.will_close = False  # else getresponse() would close the socket
+
+    def pieces(self) -> Iterator[Part]:
+        """The body as it comes; where only closing tells its end, coded in chunks."""
+        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
+
+    def plain_pieces(self) -> Iterator[Part]:
+        """Raises EOFError when the body is cut: the library's read1() hides that."""
+        if self.length is None:
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
+            yield b"0\r\n\r\n", b"", True
+        elif not self.length:
+            yield b"", b"", True
+        else:
+            while self.length:
+                data = self.fp.read1(min(self.length, PIECE_BYTES))
+                if not data:
+                    raise EOFError("the connection ended before the body did")
+                self.length -= len(data)
+                yield data, data, not self.length
+
+    def release(self) -> bool:
+        """Let go of the connection, at the end of the body; False if it cannot be used again: there
+        are bytes that nobody asked for, or its end."""
+        reader, self.fp = self.fp, None
+        try:
+            reader.peek(1)
+        except BlockingIOError:
+            reader.detach()  # else it would close the connection
+            return True
+        except ConnectionError:
+            pass
+        return False
 
 
-def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
-    """(first line, header lines, bytes used), or None while the head is not complete."""
-    end = HEAD_END.search(raw)
-    if end is None:
-        return None
-    first, *lines = (
-        bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
-    )
-    return first, lines, end.end()
+class Upstream(http.client.HTTPConnection):
+    """A connection to the model server."""
 
-
-def parse_request(line: bytes, lines: list[bytes]) -> Request:
-    """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes
-    among it)."""
-    match = REQUEST_LINE.fullmatch(line)
-    if not match:
-        raise Refused(400, "This is not an HTTP request line.")
-    method, target, old = match[1].decode(), match[2], match[4] == b"0"
-    if match[3] != b"1":
-        raise Refused(
-            505,
-            "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://.",
-        )
-    try:
-        headers = Fields(lines)
-        length = body_length(headers)
-    except BadHead as error:
-        status = 431 if "too many" in str(error) else 400
-        raise Refused(status, f"The request's head cannot be read: {error}.") from None
-    coding = headers.all(b"transfer-encoding")
-    if coding and (length is not None or old):
-        raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-    if coding and [value.lower() for value in coding] != [b"chunked"]:
-        raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-    hosts = len(headers.all(b"host"))
-    if hosts > 1 or (not hosts and not old):
-        raise Refused(400, "A request needs one Host header.")
-    if method == "CONNECT":
-        raise Refused(
-            405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY."
-        )
-    if target[:1] != b"/" and (absolute := re.match(rb"(?i)https?://[^/?#]*", target)):
-        target = target[absolute.end() :]
-        target = target if target[:1] == b"/" else b"/" + target
-    if target[:1] != b"/" and not (target == b"*" and method == "OPTIONS"):
-        raise Refused(400, "The request's target must be a path.")
-    return Request(method, target, headers, old, length, bool(coding))
-
-
-def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
-    """Raises BadHead when a client could be misled about where the body ends."""
-    match = STATUS_LINE.fullmatch(line)
-    if not match:
-        raise BadHead("bad status line")
-    status, headers = int(match[2]), Fields(lines)
-    if status == 101:
-        raise BadHead("it switches to another protocol unasked")
-    coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
-    length = None if coding else body_length(headers)
-    if method == "HEAD" or status in (204, 304) or status < 200:
-        framing = "none"
-    elif coding and coding != b"chunked":
-        raise BadHead("unknown Transfer-Encoding")
-    else:
-        framing = "chunked" if coding else "close" if length is None else "length"
-    last = (
-        match[1] == b"0"
-        or framing == "close"
-        or b"close" in b",".join(headers.all(b"connection")).lower()
-    )
-    return Response(status, match[3] or b"", headers, framing, length or 0, last)
-
-
-class Upstream:
-    """A connection to the backend. http.client connects (and does TLS); heads and bodies are read
-    here, because http.client takes 103 for the answer, splits headers at a bare CR and hides a body
-    that was cut short."""
-
-    __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
+    response_class = Response
+    auto_open = 0  # a connection that was closed is not opened again unasked
+    sock: Any  # a Stream, once it is connected
 
     def __init__(
-        self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any
+        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
     ) -> None:
-        self.url, host = url, url.hostname or ""
-        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on
-        # 127.0.0.1 only. With TLS the name stays: the certificate has it.
-        several = host == "localhost" and url.scheme == "http"
-        hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        faults = []
-        for name in dict.fromkeys(hosts):
-            connection = http_connection(url, timeout, name, tls)
-            try:
-                connection.connect()
-            except OSError as error:
-                faults.append(error)
-                connection.close()
-                continue
-            last_good[host] = name
-            self.wire = Wire(connection.sock)
-            self.expires = 0.0  # on the monotonic clock; 0: not used yet
-            self.begin("")
-            return
-        raise faults[0]
+        super().__init__(host, url.port or (443 if tls else 80), timeout)
+        self.url, self.tls = url, tls
+        self.expires = 0.0  # on the monotonic clock; 0: not used yet
+        self.unfinished = False  # a request was not sent whole
+        self.small_body: bytes | bytearray = b""  # goes with its head
 
-    def begin(self, method: str) -> None:
-        """A new request. It is `dirty` until it was sent whole."""
-        self.method, self.dirty, self.interim = method, True, 0
-        self.response: Response | None = None
+    def connect(self) -> None:
+        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        super().connect()
+        if self.tls is not None:
+            self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
+        self.sock = Stream(self.sock, never_wait, ConnectionError)
 
-    def head(self) -> Response | None:
-        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section
-        15.2) are dropped."""
-        while self.response is None and (head := split_head(self.wire.buf)):
-            try:
-                response = parse_response(head[0], head[1], self.method)
-            except BadHead as error:
-                raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
-            del self.wire.buf[: head[2]]
-            if response.status >= 200:
-                self.response = response
-            else:
-                self.interim += 1
-            if self.interim > 64:
-                raise Refused(502, "The model server sent interim answers without end.")
-        return self.response
+    def _encode_request(self, request: str) -> bytes:
+        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        return request.encode("latin-1")
+
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
+        with it, in one packet."""
+        if message_body and len(message_body) <= PIECE_BYTES:
+            self.small_body, message_body = message_body, None
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+
+    def send(self, data: Any) -> None:
+        if self.small_body:
+            data, self.small_body = data + self.small_body, b""
+        super().send(data)
 
     def answered(self) -> bool:
-        """Read what is there: whether the final answer's head has come, or the connection has
-        ended."""
+        """Read ahead while the request is still being sent: whether the final answer has begun, or
+        the connection has ended."""
+        stream = self.sock
         try:
-            data = self.wire.sock.recv(65536)
+            data = stream.sock.recv(PIECE_BYTES)
         except AGAIN:
             return False
         except OSError:
             return True
-        self.wire.buf += data
-        return self.head() is not None or not data or len(self.wire.buf) > HEAD_LIMIT
+        stream.ahead += data
+        stream.received += len(data)
+        heads = HEAD_END.split(stream.ahead)
+        final = any(len(head) > 9 and head[9:10] != b"1" for head in heads)  # "HTTP/1.1 1.."
+        return final or not data or len(stream.ahead) > HEAD_LIMIT
 
 
 class Pool:
@@ -3185,23 +4306,25 @@ class Pool:
             upstream = self.idle.pop() if self.idle else None
         if upstream is None or time.monotonic() < upstream.expires:
             return upstream
-        upstream.wire.close()
+        upstream.close()
         return None
 
     def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says
         (Keep-Alive: timeout)."""
         seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(b",".join(response.headers.all(b"keep-alive"))):
+        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
-        if response.last or seconds <= 0 or upstream.dirty or upstream.wire.buf:
-            upstream.wire.close()
+        upstream.sock.wait = never_wait
+        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
+            upstream.close()
             return
         upstream.expires = time.monotonic() + seconds
         with self.lock:
             self.idle.append(upstream)
-            if len(self.idle) > 256:
-                self.idle.pop(0).wire.close()
+            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
+        if oldest is not None:
+            oldest.close()
 
     def close(self, until: float = float("inf")) -> None:
         """Close the connections that may not be used after that time; without one, all."""
@@ -3209,7 +4332,7 @@ class Pool:
             old = [upstream for upstream in self.idle if upstream.expires <= until]
             self.idle = [upstream for upstream in self.idle if upstream.expires > until]
         for upstream in old:
-            upstream.wire.close()
+            upstream.close()
 
 
 class Tap:
@@ -3237,142 +4360,350 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object in the style of the dialect's API, so that SDKs raise what their users
     know."""
-    dialect, _ = dialect_of(path)
+    dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
-class Relay(socketserver.BaseRequestHandler):
+class Relay(BaseHTTPRequestHandler):
     """One client connection: reads requests, forwards them, relays the answers."""
 
     server: Server
+    protocol_version = default_request_version = "HTTP/1.1"
+    rbufsize = wbufsize = BUFFER // 2
+    rfile: Any
+    _headers_buffer: list[bytes]
 
     # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
-        self.proxy = self.server.proxy
-        self.wire = Wire(self.request)
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.close_connection = False
+        self.proxy, self.socket = self.server.proxy, self.request
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request = Stream(self.socket, self.wait_for_client, ClientGone)
+        super().setup()  # makes rfile and wfile of it
+        self.upstream: Any = None  # an Upstream, while a request is served
+        self.exchange: Any = None  # an Exchange, likewise
+        self.poller = Poll()  # of both sockets
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
+        self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.until = 0.0  # on the monotonic clock: the client has to send by then
+        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
+        self.explained = False  # this request, while the model works
+        self.held = 0  # bytes of its body
+        self._headers_buffer = []
 
-    def handle(self) -> None:
-        seconds = self.proxy.config.header_timeout
-        while not self.close_connection and not self.proxy.stopping:
-            self.handle_request(seconds)
-            seconds = KEEP_IDLE
+    def handle_one_request(self) -> None:
+        """Serve the next request, if one comes in time.
+
+        In the library each read has a time-out of its own, so that a head may take for ever; only
+        methods with a do_ function exist, and errors are HTML pages."""
+        self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.server.waiting[self.socket] = None
+        try:
+            if self.proxy.stopping or not self.read_head():
+                self.close_connection = True
+                return
+            self.server.busy.add(self.socket)
+            self.serve(self.head)
+        except Refused as refused:
+            self.close_connection = self.linger = True
+            with contextlib.suppress(ClientGone):
+                self.send_error(refused.status, str(refused))
+            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+        except BrokenOff as cut:
+            self.close_connection = True
+            self.proxy.log.warning(
+                "%s %s | answer cut: %s", self.command, printable(self.path), cut
+            )
+        except (ClientGone, OSError, EOFError):
+            self.close_connection = True
+        finally:
+            self.server.waiting.pop(self.socket, None)
+            self.server.busy.discard(self.socket)
+            self.server.hold(-self.held)
+            self.held = 0
 
     def finish(self) -> None:
         """Close. Unread bytes of the client would turn that into a reset, and its answer would be
         lost (RFC 9112 9.6)."""
-        if not self.abort:
-            with contextlib.suppress(OSError):
-                self.request.shutdown(socket.SHUT_WR)
-                until = time.monotonic() + 2 * LINGER
-                while self.wire.read(LINGER if self.linger else 0.0) and time.monotonic() < until:
-                    pass
-        self.wire.close(self.abort)
+        with contextlib.suppress(ClientGone, OSError):
+            if self.abort:  # RST is the only sign of a cut that a client without framing can see
+                option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+                self.socket.close()
+            self.flush()
+            self.socket.shutdown(socket.SHUT_WR)
+            end = time.monotonic() + LINGER_SECONDS
+            self.until, self.in_body = end if self.linger else 0.0, False
+            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
+                pass
+        self.request.wait = never_wait  # it refers to this handler, which refers to it
+        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
+            with contextlib.suppress(ClientGone, OSError):
+                file.close()
 
-    def handle_request(self, seconds: float) -> None:
-        """Serve the next request, if one begins within `seconds`."""
-        self.method, self.path = "", "/"
-        try:
-            request = self.read_head(seconds)
-            if request is None:
-                self.close_connection = True
-                return
-            self.path = request.path
-            self.close_connection = not request.keep_alive()
-            self.server.busy.add(self.request)
-            self.serve(request)
-        except Refused as refused:
-            self.close_connection = self.linger = True
-            with contextlib.suppress(OSError):
-                self.respond(refused.status, error_body(self.path, refused.status, str(refused)))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
-        except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning("%s %s | answer cut: %s", self.method, printable(self.path), cut)
-        except (ClientGone, OSError):
-            self.close_connection = True
-        finally:
-            self.server.busy.discard(self.request)
+    # --- waiting ----------------------------------------------------------------------------------
 
-    def read_head(self, seconds: float) -> Request | None:
-        """The next request's head; None when the client has no more."""
-        wire, begun = self.wire, False
+    def flush(self) -> None:
+        """Send what is ready for the client."""
+        self.flush_headers()
+        self.wfile.flush()
+
+    def wait_for_client(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
+        when it does not read, Answered when the server's answer comes before the whole request."""
+        if events == WRITE:
+            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+                raise ClientGone("it does not read its answer")
+            return
+        self.flush()
+        left = self.until - time.monotonic()
+        if self.in_body:
+            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
+            left = min(BODY_SECONDS, left + more)
+        if self.upstream is None:
+            if not poll_one(self.socket, READ, left):
+                raise TimeoutError
+            return
+        self.watch(READ | HUNG_UP)
+        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        if not found:
+            raise TimeoutError
+        if self.socket.fileno() not in found and self.upstream.answered():
+            raise Answered
+
+    def wait_for_server(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
+        Answered when the server answers what it has not read yet."""
+        if self._headers_buffer:
+            self.flush_headers()
+        self.wfile.flush()
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ | WRITE)
+        happened, seconds = 0, self.proxy.config.read_timeout
+        if not self.explained:
+            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            if not happened:
+                self.explained = True
+                self.proxy.explain(self.exchange)
+        happened = happened or self.server_events(seconds)
+        if not happened:
+            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ)
+            if happened & ~WRITE and self.upstream.answered():
+                raise Answered
+
+    def server_events(self, seconds: float) -> int:
+        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
+        while found := self.poller.poll(1000 * seconds):
+            if found == self.readable:  # as a rule
+                return READ
+            events = dict(found)
+            happened: int = events.pop(self.readable[0][0], 0)
+            for hint in events.values():
+                self.check_client(hint)
+            if happened:
+                return happened
+        return 0
+
+    def watch_client(self, seconds: float = 0.0) -> None:
+        """Wait so long; raises ClientGone as soon as the client hangs up."""
         until = time.monotonic() + seconds
-        while True:
-            while wire.buf[:2] == b"\r\n" or wire.buf[:1] == b"\n":  # RFC 9112 section 2.2
-                del wire.buf[: wire.buf.index(b"\n") + 1]
-            if wire.buf and wire.buf != b"\r":
-                if not begun:
-                    begun, until = True, time.monotonic() + self.proxy.config.header_timeout
-                head = split_head(wire.buf)
-                if head is not None and head[2] <= HEAD_LIMIT:
-                    del wire.buf[: head[2]]
-                    words = head[0].decode("latin-1").split(" ")
-                    self.method, self.path = (
-                        words[0],
-                        words[1] if words[1:] else "/",
-                    )  # how to word an error
-                    return parse_request(head[0], head[1])
-                if len(wire.buf) > HEAD_LIMIT:
-                    raise Refused(
-                        431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414,
-                        "The request's head is too long.",
-                    )
-                if not TOKEN_BYTES.match(wire.buf):
-                    raise Refused(
-                        400, "This is not HTTP; the address may need http:// instead of https://."
-                    )
-            try:
-                data = wire.read(until - time.monotonic())
-            except TimeoutError:
-                if begun:
-                    raise Refused(408, "The request's head took too long.") from None
-                return None
-            if not data:
-                return None
-            wire.buf += data
+        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
+            self.check_client(events)
 
-    def respond(
-        self,
-        status: int,
-        body: bytes,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        kind: str = "application/json",
-    ) -> None:
-        """An answer of the proxy's own, in one write."""
-        lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
-        lines += [
-            b"Content-Type: " + kind.encode(),
-            b"Content-Length: %d" % len(body),
-            b"Cache-Control: no-store",
-        ]
-        lines += [name + b": " + value for name, value in headers]
-        if self.close_connection:
-            lines.append(b"Connection: close")
-        head = b"\r\n".join(lines) + b"\r\n\r\n"
-        self.wire.send(head if self.method == "HEAD" else head + body)
+    def watch(self, events: int) -> None:
+        """Which events of the client are looked for while the server is waited for."""
+        self.watched = events
+        self.poller.modify(self.socket, events)
+
+    def check_client(self, events: int) -> None:
+        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
+        as it does for llama-server itself."""
+        if events & ~READ:
+            raise ClientGone
+        if not events:
+            return
+        try:
+            if not self.socket.recv(1, socket.MSG_PEEK):
+                raise ClientGone
+        except BlockingIOError:
+            return
+        except OSError:
+            raise ClientGone from None
+        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+
+    # --- reading a request ------------------------------------------------------------------------
+
+    def read_head(self) -> bool:
+        """Wait for a request and read its head; False when no more come."""
+        self.until, self.in_body = time.monotonic() + self.patience, False
+        try:
+            start = self.rfile.peek(1)[:1]
+            blank = 0
+            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
+                blank += len(self.rfile.read(1))
+                start = self.rfile.peek(1)[:1]
+        except TimeoutError:
+            return False
+        if not start:
+            return False
+        if not TOKEN_BYTES.match(start):
+            raise Refused(
+                400, "This is not HTTP; the address may need http:// instead of https://."
+            )
+        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.patience = KEEP_SECONDS
+        try:
+            self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
+            return self.parse_request()
+        except TimeoutError:
+            raise Refused(408, "The request's head took too long.") from None
+        except TooLong:
+            raise Refused(414, "The request's first line is too long.") from None
+
+    def parse_request(self) -> bool:
+        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
+        and 6.3: smuggling shapes among it).
+
+        The library splits the first line at any white space, makes /x of //x, reads the headers
+        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        line = self.raw_requestline
+        words = line.decode("latin-1").split(" ")
+        self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
+        match = REQUEST_LINE.fullmatch(line)
+        if not match:
+            raise Refused(400, "This is not an HTTP request line.")
+        if match[3] != b"1":
+            raise Refused(
+                505,
+                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
+                " of https://.",
+            )
+        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+        old = match[4] == b"0"
+        try:
+            headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
+            length = body_length(headers)
+        except BadMessage as error:
+            status = 431 if isinstance(error, TooLong) else 400
+            raise Refused(status, f"The request's head cannot be read: {error}.") from None
+        coding = headers.all("transfer-encoding")
+        if coding and (length is not None or old):
+            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
+        if coding and [value.lower() for value in coding] != ["chunked"]:
+            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
+        hosts = len(headers.all("host"))
+        if hosts > 1 or (not hosts and not old):
+            raise Refused(400, "A request needs one Host header.")
+        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
+            if len(headers.all(name.lower())) > 1:
+                raise Refused(400, f"A request can have one {name} header only.")
+        self.path = self.origin_form(self.path)
+        self.close_connection = old or "close" in headers.members("connection")
+        self.head = Request(self.command, self.path, headers, old, length, bool(coding))
+        return True
+
+    def origin_form(self, target: str) -> str:
+        """The path of a request's target. Raises Refused for one that a server has no answer to."""
+        if self.command == "CONNECT":
+            raise Refused(
+                405,
+                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
+            )
+        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
+            target = target[absolute.end() :]
+            target = target if target[:1] == "/" else "/" + target
+        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
+            raise Refused(400, "The request's target must be a path.")
+        return target
+
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def begin_body(self, request: Request) -> None:
+        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
+        10.1.1), that is done only now, when nothing speaks against it."""
+        self.request.received, self.in_body = 0, True
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # it may be here already
+            except TimeoutError:
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.until = time.monotonic() + BODY_SECONDS
+
+    def receive(self, size: int) -> bytes:
+        """Some bytes of a request's body. Raises ClientGone at an early end."""
+        data: bytes = self.rfile.read1(size)
+        if not data:
+            raise ClientGone
+        return data
+
+    def read_body(self, request: Request) -> bytes | bytearray:
+        """The whole body, within MAX_BODY_MB."""
+        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise self.too_long()
+        body = bytearray()
+        if not length and not request.chunked:
+            return body
+        self.begin_body(request)
+        try:
+            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
+                body += payload
+                self.hold(len(payload))
+            while len(body) < length:
+                data = self.receive(min(1 << 20, length - len(body)))
+                body += data
+                self.hold(len(data))
+        except BodyTooLong:
+            raise self.too_long() from None
+        except BadMessage as error:
+            raise Refused(400, f"The chunked body cannot be read: {error}.") from None
+        except TimeoutError:
+            raise self.too_slow() from None
+        except EOFError:
+            raise ClientGone from None
+        self.server.waiting.pop(self.socket, None)
+        return body
+
+    def hold(self, size: int) -> None:
+        """Count bytes of a body that stay in memory until the request has ended."""
+        self.held += size
+        if not self.server.hold(size):
+            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
+
+    def too_long(self) -> Refused:
+        limit = self.proxy.config.max_body_mb << 20
+        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def too_slow(self) -> Refused:
+        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_host(request)
-        path = request.path.split("?", 1)[0]
+        self.check_origin(request)
+        path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
-        dialect, counting = dialect_of(path)
-        exchange = Exchange(request, dialect, counting)
+        exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
+        self.explained = False
+        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
-            if dialect is not None and request.method == "POST":
+            if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
                     self.proxy.prepare(exchange)
@@ -3381,83 +4712,79 @@ class Relay(socketserver.BaseRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            else:
-                self.check_length(request.length or 0)
+            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
+                raise self.too_long()
+            self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
-        except (ClientGone, OSError) as error:
-            exchange.fault = "client left"
-            raise ClientGone from error
         except Refused as refused:
             exchange.status, exchange.fault = refused.status, str(refused)
             raise
         except BrokenOff as cut:
             exchange.fault = f"cut: {cut}"
             raise
+        except (ClientGone, OSError):
+            exchange.fault = "client left"
+            raise
         finally:
+            self.upstream = self.exchange = None
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
-    def check_host(self, request: Request) -> None:
-        """A web page that had its name resolve to this machine (DNS rebinding) sends its own name
-        as Host."""
+    def check_origin(self, request: Request) -> None:
+        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
             raise Refused(
                 403,
                 f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
             )
+        if request.method != "POST" or not from_other_site(request):
+            return
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(
+                403, "A web page of another site may only send application/json to this server."
+            )
 
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The library's errors are HTML pages; these are what clients of the API understand."""
+        self.respond(code, error_body(self.path, code, message or ""))
 
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length = request.length or 0
-        self.check_length(length)
-        if not length and not request.chunked:
-            return b""
-        self.expect(request)
-        if not request.chunked:
-            body = bytearray(self.wire.take(length))
-            while (missing := length - len(body)) > 0:
-                body += self.receive(min(1 << 20, missing))
-            return body
-        body, chunks = bytearray(), Chunks()
-        while not chunks.done:
-            data, out = self.wire.take() or self.receive(65536), list[bytes]()
-            try:
-                used = chunks.feed(data, out)
-            except BadHead as error:
-                raise Refused(400, f"The chunked body cannot be read: {error}.") from None
-            self.wire.buf += data[used:]
-            body += b"".join(out)
-            self.check_length(len(body) + chunks.left)
-        return body
+    def respond(
+        self,
+        status: int,
+        body: bytes | bytearray,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        kind: str = "application/json",
+    ) -> None:
+        """An answer of the proxy's own. send_response() would add Server and Date."""
+        self._headers_buffer = []  # of an answer that was begun, and gives way to this one
+        self.send_response_only(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode("latin-1"))
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.flush_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.flush()
 
-    def expect(self, request: Request) -> None:
-        """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
-        if (
-            request.get("expect").lower() == "100-continue"
-            and not request.old
-            and not self.wire.buf
-        ):
-            with contextlib.suppress(OSError):  # it has left: receive() will see that
-                self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+    def end_headers(self) -> None:
+        """The library sends a head at once. Here it waits for the first bytes of the body, which
+        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        self._headers_buffer.append(b"\r\n")
 
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come
-        for a minute."""
-        try:
-            data = self.wire.read(BODY_IDLE, size)
-        except TimeoutError:
-            raise Refused(408, "No byte of the request's body came for a minute.") from None
-        except OSError:
-            data = b""
-        if not data:
-            raise ClientGone
-        return data
+    def flush_headers(self) -> None:
+        if self._headers_buffer:
+            super().flush_headers()
 
     # --- forwarding -------------------------------------------------------------------------------
 
@@ -3467,256 +4794,162 @@ class Relay(socketserver.BaseRequestHandler):
         9.3.1)."""
         backend = self.proxy.backend
         streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
+        response = None
         upstream = None if streamed else backend.pool.take()
         if upstream is not None:
-            with contextlib.suppress(Stale):
-                self.relay(exchange, upstream, self.exchange_heads(exchange, upstream, 0))
-                return
+            with contextlib.suppress(http.client.RemoteDisconnected):
+                response = self.ask(exchange, upstream, 0)
+        if upstream is None or response is None:
+            upstream = self.connect()
+            try:
+                response = self.ask(exchange, upstream, streamed)
+            except http.client.RemoteDisconnected:
+                backend.lost()
+                message = "closed the connection without an answer; its log may say why."
+                raise Refused(502, f"The model server at {backend.name()} {message}") from None
+        self.relay(exchange, upstream, response)
+
+    def connect(self) -> Upstream:
+        """A new connection to the server. Raises Refused."""
+        backend = self.proxy.backend
         try:
-            upstream = backend.connect()
+            return backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            message = f"cannot be reached ({error}). Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
-            raise Refused(status, f"The model server at {backend.name()} {message}") from None
-        try:
-            response = self.exchange_heads(exchange, upstream, streamed)
-        except Stale:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+            raise Refused(
+                status,
+                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
+                f" and is BACKEND_URL right? {USUAL_PORTS}",
+            ) from None
 
-    def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
-        """The head as it goes upstream: line, Host, the client's own headers in order, and the
-        body's length."""
-        request = exchange.request
-        lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
-        lines.append(b"Host: " + url.netloc.encode())
-        lines += end_to_end(request.headers, WRITTEN_ANEW)
-        if exchange.trace.conversation:
-            lines.append(b"X-KVProxy-Conversation: " + exchange.trace.conversation.encode())
-        if request.chunked or request.length is not None:
-            length = request.length if exchange.forwarded is None else len(exchange.forwarded)
-            lines.append(b"Content-Length: %d" % (length or 0))
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that come from
-        the client as they are sent. Raises Stale when the connection turns out to be closed."""
+    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
+        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
+        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+        stream = upstream.sock
+        stream.wait, stream.received = self.wait_for_server, 0
+        self.upstream, self.poller = upstream, Poll()
+        self.poller.register(stream, READ)
+        self.readable = [(stream.fileno(), READ)]
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
         try:
-            pair = self.pair = Pair(self.request, upstream.wire.sock)
-            if (
-                pair.wait(0, body=streamed > 0) == "read" and upstream.expires
-            ):  # what an idle connection has is its end
-                raise Stale
-            upstream.begin(exchange.request.method)
-            head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
-            try:
-                if len(body) < 65536:
-                    whole = self.send(upstream, head + body)
-                else:
-                    whole = self.send(upstream, head) and self.send(upstream, body)
-                if streamed and whole:
-                    self.expect(exchange.request)
-                    whole = self.stream_body(upstream, streamed)
-                upstream.dirty = not whole
-            except TimeoutError:
-                raise Refused(504, "The model server does not take the request's body.") from None
-            except OSError:
-                pass  # it may have answered before it closed (413, 401): read that
-            if (
-                streamed and upstream.dirty
-            ):  # what is left of the body must not be taken for the next request
-                self.close_connection = self.linger = True
+            # The client may have left by now, and what an idle connection has is its end.
+            if self.server_events(0) and upstream.expires:
+                raise ConnectionResetError
+            self.send_request(exchange, upstream, streamed)
             exchange.sent = time.monotonic()
-            return self.response_head(exchange, upstream)
-        except BaseException:
-            upstream.wire.close()
+            return cast(Response, upstream.getresponse())
+        except BaseException as fault:
+            upstream.close()
+            if isinstance(fault, TimeoutError):
+                raise Refused(504, f"The model server does not answer: {fault}.") from None
+            if isinstance(fault, BadMessage):
+                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
+            if isinstance(fault, (ConnectionError, EOFError)):
+                if not stream.received:
+                    raise http.client.RemoteDisconnected("") from None
+                raise Refused(  # it is not repeated: the server may have run it
+                    502, "The model server closed the connection in the head of its answer."
+                ) from None
             raise
 
-    def send(self, upstream: Upstream, data: bytes | bytearray) -> bool:
-        """Send upstream; False when the server answered before it had read everything."""
-        view, at = memoryview(data), 0
-        while True:
-            try:
-                at += upstream.wire.sock.send(view[at:])
-            except AGAIN:
-                pass
-            if at == len(view):
-                return True
-            state = self.pair.wait_to_write(self.proxy.config.read_timeout)
-            if state == "timeout":
-                raise TimeoutError
-            if state == "read" and upstream.answered():
-                return False
+    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+        """Line, Host, the client's own headers in order, the body's length, the body."""
+        request, body = exchange.request, exchange.forwarded
+        target = under(upstream.url, request.target).decode("latin-1")
+        upstream.unfinished = True
+        try:
+            upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+            upstream.putheader("Host", upstream.url.netloc)
+            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+                upstream.putheader(name, value)
+            if exchange.trace.conversation:
+                upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
+            if request.chunked or request.length is not None:
+                length = request.length or 0 if body is None else len(body)
+                upstream.putheader("Content-Length", str(length))
+            upstream.endheaders(body)
+            if streamed:
+                self.pass_body(request, upstream, streamed)
+            upstream.unfinished = False
+        except (Answered, ConnectionError):
+            pass  # an early answer (413, 401), or one that stands before the close
+        if streamed and upstream.unfinished:
+            # What is left of the body must not be taken for the next request.
+            self.close_connection = self.linger = True
+        self.server.waiting.pop(self.socket, None)
 
-    def stream_body(self, upstream: Upstream, length: int) -> bool:
-        """Pass a body on as it comes; False when the server answered before it had read
-        everything."""
-        while length > 0:
-            data = self.wire.take(length)
-            if not data:
-                self.pair.watch()
-                state = self.pair.wait(BODY_IDLE, body=True)
-                if state == "read":
-                    if upstream.answered():
-                        return False
-                    continue
+    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
+        """Pass a body on as it comes."""
+        self.begin_body(request)
+        while length:
+            try:
                 data = self.receive(min(1 << 18, length))
+            except TimeoutError:
+                raise self.too_slow() from None
             length -= len(data)
-            if not self.send(upstream, data):
-                return False
-        self.pair.watch()
-        return True
-
-    def response_head(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """The final answer's head. Raises Stale when the server closes the connection without a
-        byte of one."""
-        wire, pair, timeout = upstream.wire, self.pair, self.proxy.config.read_timeout
-        while (response := upstream.head()) is None:
-            if len(wire.buf) > HEAD_LIMIT:
-                raise Refused(502, "The model server's answer has an endless head.")
-            try:
-                data = pair.read(min(QUIET_SECONDS, timeout))
-                if data is None:
-                    self.proxy.quiet(exchange)
-                    data = pair.read(timeout)
-            except OSError:
-                data = b""
-            if data is None:
-                raise Refused(
-                    504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT)."
-                )
-            if not data and (
-                wire.buf or upstream.interim
-            ):  # then the request is not repeated: it may have been run
-                raise Refused(
-                    502, "The model server closed the connection in the head of its answer."
-                )
-            if not data:
-                raise Stale
-            wire.buf += data
-        return response
+            begun = time.monotonic()
+            upstream.send(data)
+            self.until += time.monotonic() - begun  # the server's time is not the client's
+        self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        framing, old = response.framing, exchange.request.old
-        self.close_connection = self.close_connection or old or self.proxy.stopping
-        lines = [b"HTTP/1.1 %d %s" % (response.status, response.reason)]
-        lines += end_to_end(response.headers, CHUNKED_DROPS if framing == "chunked" else HOP_BY_HOP)
-        if framing in ("chunked", "close") and not old:
-            lines.append(b"Transfer-Encoding: chunked")
-        lines += self.proxy.diagnosis(exchange)
+        old = exchange.request.old
+        by_length = response.length is not None
+        self.close_connection |= old or self.proxy.stopping
+        self.send_response_only(response.status, response.reason)
+        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
+        for name, value in end_to_end(response.headers, drop):
+            self.send_header(name, value)
+        if not by_length and not old:
+            self.send_header("Transfer-Encoding", "chunked")
+        for line in self.proxy.diagnosis(exchange):
+            name, _, value = line.decode().partition(": ")
+            self.send_header(name, value)
         if self.close_connection:
-            lines.append(b"Connection: close")
-        if exchange.dialect is not None and not response.headers.all(b"content-encoding"):
-            exchange.tap = Tap()
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if response.headers.all("content-encoding"):
+            exchange.tap = None
         try:
-            self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
+            self.pump(exchange, response)
         except BaseException as fault:
-            upstream.wire.close()
-            # Without framing a plain close looks like the end; RST does not (and a chunked client
-            # lacks its last chunk).
-            self.abort = isinstance(fault, BrokenOff) and old and framing != "length"
-            raise
+            upstream.close()
+            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
+                raise
+            if self._headers_buffer:  # nothing was sent yet
+                raise Refused(502, f"The model server's answer is broken: {fault}.") from None
+            # Without framing a plain close looks like the end; RST does not.
+            self.abort = old and not by_length
+            raise BrokenOff(str(fault)) from None
         self.proxy.backend.pool.give(upstream, response)
 
-    def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
-        """Send the client an answer's head and body. Raises Refused while nothing was sent,
-        BrokenOff after that."""
-        send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
-        if response.framing == "none" or (response.framing == "length" and not left):
-            send(head)
-            return
-        if (
-            not upstream.wire.buf
-        ):  # else it goes out with the first bytes of the body: one write, one packet
-            send(head)
-            head = b""
-        chunks = Chunks() if response.framing == "chunked" else None
-        for data in self.pieces(upstream, response):
-            used = len(data)
-            if chunks is not None:
-                out: list[bytes] = []
-                try:
-                    used = chunks.feed(data, out)
-                except BadHead as error:
-                    why = f"the server's chunks cannot be read ({error})"
-                    if head:
-                        raise Refused(
-                            502, f"The model server's answer cannot be passed on: {why}."
-                        ) from None
-                    raise BrokenOff(why) from None
-                payload, done = b"".join(out), chunks.done
-                passed = payload if old else data[:used]
-            elif response.framing == "length":
-                used = min(used, left)
-                left -= used
-                payload = passed = data[:used]
-                done = not left
-            else:
-                payload, done = data, not data
-                passed = (
-                    data if old else b"%x\r\n%s\r\n" % (used, data)
-                )  # without data: the last chunk
-            if used < len(data):  # belongs to nobody: the connection will not be used again
-                upstream.wire.buf += data[used:]
+    def pump(self, exchange: Exchange, response: Response) -> None:
+        """Send the client an answer's body, with its head in front."""
+        tap, old = exchange.tap, exchange.request.old
+        for received, payload, _ in response.pieces():
             if tap is not None:
                 tap.add(payload)
-            send(head + passed if head else passed)
-            head = b""
-            if done:
-                return
-
-    def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
-        """An answer's body as the server sends it; b'' at its end if only that tells. Raises
-        BrokenOff, ClientGone.
-
-        As network cards moderate interrupts: when the streams bring more pieces than one
-        interpreter can pass on singly, each is read a little later, and then more at once. At a
-        model's pace none waits. Nor does TLS, where each piece is a record that must be read by
-        itself."""
-        wait, recv, busy, clock = (
-            self.pair.wait,
-            upstream.wire.sock.recv,
-            self.server.busy,
-            time.monotonic,
-        )
-        timeout, tls = self.proxy.config.read_timeout, self.pair.tls
-        hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
-        if upstream.wire.buf:
-            yield upstream.wire.take()
-        while True:
-            if not hurried or due > looked + LOOK_SECONDS:
-                if wait(timeout) == "timeout":
-                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                looked = clock()
-                hurried = looked < due and not tls
-            if hurried and (early := due - clock()) > 0:
-                time.sleep(early)
-            try:
-                data = recv(65536)
-            except AGAIN:
-                hurried = False
-                continue
-            except OSError as error:
-                raise BrokenOff(f"the server's connection broke ({error})") from None
-            if not data and response.framing != "close":
-                raise BrokenOff("the server closed the connection in the middle of its answer")
-            due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
-            yield data
+            if self._headers_buffer:
+                self.flush_headers()
+            self.wfile.write(payload if old else received)
+        self.flush()
 
 
 class Exchange:
     """One request on its way, and what is remembered of it afterwards."""
 
-    def __init__(self, request: Request, dialect: Dialect | None, counting: bool) -> None:
+    def __init__(
+        self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
+    ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
+        self.address = address  # of the client, without the port
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
         self.sent = self.begun = self.ended = 0.0
@@ -3724,13 +4957,23 @@ class Exchange:
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
         self.report, self.trace = Report(), Trace()
+        self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = 0.0
+        self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
-        self.tap: Tap | None = None
+        self.tap = Tap() if dialect is not None else None
+
+    def key(self) -> str:
+        """The client's key, for questions about its own request."""
+        return self.request.get("authorization").removeprefix("Bearer ")
+
+    def size(self) -> int:
+        """Bytes of the bodies."""
+        same = self.forwarded is self.received
+        return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
 
 # ==================================================================================================
@@ -3738,6 +4981,7 @@ class Exchange:
 # ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
+HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 OWNERS = {
     "llamacpp": "llama-server",
@@ -3789,8 +5033,26 @@ class Backend:
         return None
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError."""
-        return Upstream(self.locate(), self.config.connect_timeout, self.last_good, self.tls)
+        """A new connection. Raises OSError.
+
+        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
+        only. With TLS the name stays: the certificate has it."""
+        url = self.locate()
+        host = url.hostname or ""
+        several = host == "localhost" and url.scheme == "http"
+        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        faults = []
+        for name in dict.fromkeys(names):
+            upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
+            try:
+                upstream.connect()
+            except OSError as error:
+                faults.append(error)
+                upstream.close()
+            else:
+                self.last_good[host] = name
+                return upstream
+        raise faults[0]
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -3799,10 +5061,13 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
+    def ask(
+        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+    ) -> tuple[int, Any]:
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
+        cannot be reached."""
         try:
-            return fetch(self.locate(), path, timeout, self.key)
+            return fetch(self.locate(), path, timeout, key or self.key, body)
         except OSError as error:
             return 0, str(error)
 
@@ -3881,15 +5146,21 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def fetch(
-    url: urllib.parse.SplitResult, path: str, timeout: float, key: str = ""
+    url: urllib.parse.SplitResult,
+    path: str,
+    timeout: float,
+    key: str = "",
+    body: bytes | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it
-    fails."""
+    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
+    when it fails."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
+            connection.request(method, target, body, headers | bearer(key))
             response = connection.getresponse()
-            text = response.read(1 << 20).decode("utf-8", "replace")
+            text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
     with contextlib.suppress(ValueError, RecursionError):
@@ -3897,35 +5168,51 @@ def fetch(
     return response.status, text
 
 
-class Server(socketserver.ThreadingTCPServer):
+def descriptors() -> int:
+    """How many sockets and files this process may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows sets no limit that matters here
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = (
-        1024  # with 5, the default, a burst of clients waits for SYN retransmits of 1, 3, 7 s
-    )
+    request_queue_size = 1024  # with 5, a burst of clients waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.open: set[socket.socket] = set()  # add, discard, list() and len() need no lock
+        # add, discard, pop, list() and len() need no lock
+        self.open: set[socket.socket] = set()
         self.busy: set[socket.socket] = set()  # those with a request being served
+        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.guard = threading.Lock()
+        self.held = 0  # bytes of bodies in memory
+        self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
+        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
+        """The library's asks DNS for this machine's name, which may take a minute."""
         if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        super().server_bind()
+        socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
@@ -3933,24 +5220,41 @@ class Server(socketserver.ThreadingTCPServer):
         """Called a few times a second."""
         self.proxy.backend.pool.close(time.monotonic())
 
+    def hold(self, size: int) -> bool:
+        """Add to the bytes of bodies in memory; whether they may be so many."""
+        with self.guard:
+            self.held += size
+            return self.held <= self.most_held
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.open) < self.proxy.config.max_connections:
+        if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
         body = error_body(
             "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
         )
-        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+        head = (
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
         with contextlib.suppress(OSError):
             request.settimeout(1)
-            request.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(
-                0.2
-            )  # unread bytes would turn the close into a reset, and the answer would be lost
-            request.recv(65536)
+            request.settimeout(0.2)
+            request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
+
+    def make_room(self) -> bool:
+        """End the connection that has been idle, or sending its request, for longest."""
+        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            self.open.discard(oldest)
+            oldest.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
 
     def shutdown_request(self, request: Any) -> None:
         self.open.discard(request)
@@ -3968,6 +5272,12 @@ class Server(socketserver.ThreadingTCPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
+CONTEXT_FULL = re.compile(
+    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
+)
+CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+
+
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
@@ -3978,12 +5288,12 @@ class Proxy:
         self.config = config or Config()
         self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
-        self.scrubber = Scrubber(self.config)
-        self.reader = Reader(
-            self.scrubber if self.config.scrub else None, self.config.replay_mb << 17
-        )
-        self.replay = Replay(self.config)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
+        self.editor = Editor(self.config)
+        self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
+        known = self.scrubber if self.config.scrub else None
+        self.reader = Reader(known, self.config.replay_mb << 20)
+        self.ledger = Ledger(self.config.ledger_mb << 19)
+        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -3991,8 +5301,8 @@ class Proxy:
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
+        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {
             name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
         }
@@ -4002,10 +5312,16 @@ class Proxy:
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken."""
+        address is taken, ConfigError when a file cannot be written."""
         with self.life:
             if self.server is not None:
                 return self
+            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
+                try:
+                    part.open()
+                except OSError as error:
+                    path = getattr(self.config, name)
+                    raise cannot_write(name.upper(), path, error) from None
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
@@ -4058,20 +5374,13 @@ class Proxy:
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
-        if host in self.hosts:
-            return True
-        if len(host) > 300 or re.search(r"[@/?#\\]", host):
+        match = HOST.fullmatch(host.lower())
+        if not match:
             return False
-        try:
-            name = urllib.parse.urlsplit("//" + host).hostname or ""
-        except ValueError:  # a bracket too few
-            return False
+        name = match[1].strip("[]")
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-        local = name.endswith(private) or re.fullmatch(r"[^.:]+", name) is not None
-        known = local or name in self.allowed or address_of(name) is not None
-        if known:
-            remember(self.hosts, host, True)
-        return known
+        local = name.endswith(private) or not re.search(r"[.:]", name)
+        return local or name in self.allowed or address_of(name) is not None
 
     # --- before a request is forwarded ------------------------------------------------------------
 
@@ -4093,27 +5402,26 @@ class Proxy:
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         dialect, report = exchange.dialect, exchange.report
         assert dialect is not None
-        scrubs = self.config.scrub and dialect.edited
-        replays = scrubs and self.config.replay
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        report.items = len(view.turns)
-        if scrubs:
-            self.scrubber.apply(view, report)
-        if replays:
-            lifted = lift(view, self.replay)
-            exchange.trace = self.replay.apply(view, lifted, report, learn=not exchange.counting)
-            report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
-        else:
-            exchange.trace = Trace(self.replay.conversation(view))
+        client, learn = self.client(exchange), not exchange.counting
+        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        if exchange.trace.record is not None:
+            exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
 
+    def client(self, exchange: Exchange) -> bytes:
+        """Whose request it is: a digest of the key that it carries and of where it comes from.
+        Nobody's text may reach anybody else's prompt."""
+        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
+        return digest(exchange.address, *headers)
+
     # --- while the model works --------------------------------------------------------------------
 
-    def quiet(self, exchange: Exchange) -> None:
-        """Learn from a request and explain it. Called once, when the server is silent or has
+    def explain(self, exchange: Exchange) -> None:
+        """Compare a request with those before it: once, when the server is silent or has
         answered."""
         view = exchange.view
         if view is None or exchange.counting or exchange.explained:
@@ -4121,12 +5429,20 @@ class Proxy:
         exchange.explained = True
         agent = "x-claude-code-agent-id"
         try:
-            side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
-            exchange.idle = exchange.started - self.last_end
-            talk, now = exchange.trace.conversation, time.monotonic()
-            exchange.verdict = self.ledger.judge(
-                segments_of(view), talk, side, now, self.backend.lost_at
-            )
+            headers = {agent: exchange.request.get(agent)}
+            talk, now, received = exchange.trace.conversation, time.monotonic(), None
+            prompt = Prompt(view, talk, headers, now)
+            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict = exchange.case.verdict
+            exchange.case.idle = exchange.started - self.last_end
+            if exchange.forwarded is not exchange.received and exchange.received is not None:
+                received = view_of(parse(exchange.received), view.dialect)
+            if received is not None:
+                prompt = Prompt(received, talk, headers, now)
+            straight = self.received.judge(prompt)
+            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+        except RecursionError:
+            pass  # nested so deeply that no server reads it
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -4134,7 +5450,7 @@ class Proxy:
         """The response header lines for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
             return []
-        self.quiet(exchange)
+        self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
         told = (
             f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
@@ -4151,34 +5467,110 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-        if change > 0:
-            self.warmup.interrupt()
+            (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if (
-                answered or not exchange.status
-            ):  # 0: the client left; the server may have read the prompt
-                self.quiet(exchange)
+            if answered or (exchange.sent and not exchange.status):  # or the client left
+                self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            first, last = (
-                exchange.tap.windows() if exchange.tap is not None and answered else (b"", b"")
-            )
-            exchange.usage = usage_of(first, last)
-            if exchange.trace.newest:
-                self.replay.answered(exchange.trace, hint_of(first) if answered else None)
+            tap = exchange.tap
+            first, last = tap.windows() if tap is not None else (b"", b"")
+            if record := exchange.trace.record:
+                record.answer = heard_answer(first, last) if answered else None
+                record.tap = None
+            if exchange.status == 400 and CONTEXT_FULL.search(first):
+                self.replay.overflowed(exchange.trace)
+            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
-                exchange.verdict = None
+                exchange.verdict = exchange.case = None
             elif exchange.verdict is not None:
-                settle(exchange.verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
-            exchange.tap, exchange.view, exchange.trace.newest = None, None, []
+            exchange.tap = exchange.view = None
+            exchange.trace = Trace(exchange.trace.conversation)
+            case = exchange.case
+            if (
+                case is not None
+                and missing_tokens(case, exchange.usage)
+                and self.asking.acquire(False)
+            ):
+                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
+            else:
+                self.record(exchange)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
+
+    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
+        """Where the chat template renders a conversation's turns in another way than it did for the
+        request before: the turn, and both texts there. None: it does not, or nothing tells."""
+        with self.metrics.guard:
+            kept = [one for one in self.metrics.recent if one.number == base.number]
+        texts = []
+        for one in (*kept, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            found = members(answer).get("prompt")
+            if not isinstance(found, str):
+                return None
+            texts.append(found)
+        at = common_prefix(texts[0], texts[-1])
+        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
+            return None
+        where, place = "", 0
+        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
+            text = text.strip()[:60]
+            found = texts[0].find(text, place)
+            if 0 <= found < at - len(text):
+                where, place = "", found
+            else:  # a call is not rendered as in the ledger
+                where = where or name
+                if found >= 0:
+                    break
+        return where, around(texts[0], at), around(texts[-1], at)
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
+        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        if view is None:
+            return {}
+        prompt = Prompt(view)
+        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
+        turns = "\n".join(prompt.texts[prompt.first :])
+        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
+        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
+        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
+        found["estimated"] = True
+        for name, text in texts.items() if self.running == 0 else ():
+            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
+            tokens = members(answer).get("tokens")
+            if not isinstance(tokens, list):
+                break
+            found[name], found["estimated"] = len(tokens), name != "turns"
+        rate = found["tools"] / (len(texts["tools"]) or 1)
+        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
+
+    def record(self, exchange: Exchange, ask: bool = False) -> None:
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
+        than should have been; the server is asked for its slots, and how its chat template renders
+        the prompts, once it is idle."""
+        try:
+            case, exchange.case = exchange.case, None
+            if case is not None:
+                if ask and self.still.wait(IDLE_WAIT):
+                    case.server = self.backend.describe()
+                self.settle(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
+            if case is not None:
+                case.prompt.number = exchange.number
             if self.log.isEnabledFor(logging.INFO):
                 for line in log_lines(exchange):
                     self.log.info("%s", line)
@@ -4186,6 +5578,37 @@ class Proxy:
                 self.log.warning("%s", warning)
         except Exception:
             self.log.exception("a finished request could not be recorded")
+        finally:
+            if ask:
+                self.asking.release()
+
+    def settle(self, exchange: Exchange, case: Case) -> None:
+        """Settle a request's verdict."""
+        verdict, usage = case.verdict, exchange.usage
+        settle(case, usage, self.config)
+        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
+        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
+            change = self.template_change(exchange, case.base)
+            if change is not None:
+                verdict.name = verdict.kind = "template"
+                verdict.where, verdict.before, verdict.after = change
+                told = f"the chat template renders {verdict.where} otherwise than before"
+                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
+                told += f" {verdict.expected:,} tokens were reused: "
+                verdict.advice = told + advice("template", self.config)
+        if usage.cached is None and exchange.stream and exchange.begun:
+            chars = case.prompt.length() or 1
+            seconds = (
+                exchange.begun - exchange.sent
+            )  # the first event comes when the prompt is read
+            pace, first = 1e6 * seconds / chars, case.prompt.pace
+            case.prompt.pace = first or pace
+            verdict.advice = (
+                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
+            )
+            verdict.advice += (
+                f"; {first:.0f} ms in this conversation's first request" if first else ""
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -4202,9 +5625,16 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without the query, which may hold a key, and without control
-    characters."""
-    return path.split("?")[0].encode("ascii", "backslashreplace").decode()
+    """A request's path for the log: without parameters and query, which may hold a key, and without
+    control characters."""
+    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+
+
+def visible(text: str) -> str:
+    """A text of a file for the terminal, which would obey the control characters in it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def log_lines(exchange: Exchange) -> list[str]:
@@ -4239,7 +5669,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         if verdict is not None:
-            parts.append(verdict.name + (f" ({verdict.side})" if verdict.side else ""))
+            parts.append(verdict.title())
         if report.note:
             parts.append(f"forwarded as it came: {report.note}")
     if exchange.status != 200 or len(parts) == 1:
@@ -4255,7 +5685,10 @@ def log_lines(exchange: Exchange) -> list[str]:
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
-    KEEP_BYTES = 64 << 20  # of the bodies kept for the status page
+    KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
+    LONG_READ = (
+        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
+    )
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
@@ -4266,15 +5699,16 @@ class Metrics:
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(
             maxlen=60
         )  # time, share, verdict
-        self.rates: collections.deque[float] = collections.deque(
-            maxlen=50
-        )  # measured ms per prompt token
         self.counts: collections.Counter[tuple[str, str]] = (
             collections.Counter()
         )  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.kept = 0  # bytes of the bodies in `recent`
+        self.bodies: collections.deque[Exchange] = (
+            collections.deque()
+        )  # of `recent`, those with bodies
+        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
+        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
 
@@ -4306,10 +5740,11 @@ class Metrics:
                 ms is None and exchange.stream and exchange.begun
             ):  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= 32:
-                self.rates.append(ms / read)
-            if self.rates:
-                self.saved += usage.cached * statistics.median(self.rates) / 1000
+            if ms is not None and read >= self.LONG_READ:
+                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
+            if self.long_reads[1] and more >= 64:
+                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
@@ -4344,28 +5779,37 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest are let go when all take too much
         memory."""
-
-        def size(one: Exchange) -> int:
-            return len(one.received or b"") + (
-                0 if one.forwarded is one.received else len(one.forwarded or b"")
-            )
-
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= size(self.recent[0])
         self.recent.append(exchange)
-        self.kept += size(exchange)
-        for old in self.recent:
-            if self.kept <= self.KEEP_BYTES:
-                break
-            self.kept -= size(old)
+        self.bodies.append(exchange)
+        self.kept += exchange.size()
+        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
+            old = self.bodies.popleft()
+            self.kept -= old.size()
             old.received = old.forwarded = None
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the
-    proxy."""
+# Names whose values are not written down. In a body only members beside the prompt are looked at, and
+# there "max_tokens" and "prompt_cache_key" are no secrets.
+SECRET_NAME = re.compile(
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+)
+QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
+SECRET_MEMBER = re.compile(
+    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
+    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
+)
+# The look-behind lets a match begin at the start of a name only: else long names take square time.
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
+JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
+                  "input_schema")  # fmt: skip
 
-    SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
+
+class Capture:
+    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the like.
+
+    A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
@@ -4373,7 +5817,21 @@ class Capture:
         self.file: Any = None
         self.size = 0
 
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if not self.path or self.file is not None:
+            return
+        path = os.path.expanduser(self.path)
+        self.file = open_private(path, "a")
+        self.size = os.fstat(self.file.fileno()).st_size
+        if self.size:
+            with open(path, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    self.size += self.file.write("\n")
+
     def write(self, exchange: Exchange) -> None:
+        """Append a finished request."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
@@ -4386,43 +5844,14 @@ class Capture:
                 self.path = ""
                 self.close()
 
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
-        names = [
-            (name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers
-        ]
-        row: Json = {
-            "method": exchange.request.method,
-            "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
-            "time": exchange.time,
-            "headers": {
-                name: "***" if self.SECRET.search(name) else value for name, value in names
-            },
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
-        return (
-            json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
-            + "\n"
-        )
-
-    def without_secret(self, member: re.Match[str]) -> str:
-        """A member of a query; the value of a key, a token and their like is not told."""
-        return (
-            f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
-        )
-
     def append(self, line: str) -> None:
+        """Write a line; a file that would get too long makes room for a new one first."""
         while self.file is None or (self.size and self.size + len(line) > self.limit):
             if self.file is not None:
                 self.close()
-                os.replace(self.path, self.path + ".1")
-            self.file = open_private(self.path, os.O_APPEND)
-            self.size = os.fstat(self.file.fileno()).st_size
+                path = os.path.expanduser(self.path)
+                os.replace(path, path + ".1")
+            self.open()
         self.file.write(line)
         self.file.flush()
         self.size += len(line)
@@ -4433,46 +5862,201 @@ class Capture:
             if file is not None:
                 file.close()
 
+    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
+        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        headers = {}
+        for name, value in exchange.request.headers.raw_items():
+            headers[name] = self.without_secrets("***" if SECRET_NAME.search(name) else value)
+        row: Json = {
+            "method": exchange.request.method,
+            "path": self.without_secrets(exchange.request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+        }
+        with contextlib.suppress(ValueError, RecursionError):
+            body = self.without_secret_members(parse(received))
+            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
+        text = self.without_secret_text(received.decode("utf-8", "replace"))
+        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
 
-def open_private(path: str, flag: int) -> Any:
+    def without_secrets(self, address: str) -> str:
+        """A target or a header's value, without the secrets in its query and path parameters."""
+
+        def hide(part: re.Match[str]) -> str:
+            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
+            return f"{part[1]}=***" if secret else part[0]
+
+        path, mark, query = address.partition("?")
+        query = QUERY_PART.sub(hide, query)
+        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+
+    def without_secret_members(self, body: Json) -> Json:
+        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+        waiting: list[Any] = [body]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list):
+                waiting += value
+            for name, member in value.items() if isinstance(value, dict) else ():
+                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
+                    value[name] = "***"
+                elif name not in PROMPT_MEMBERS:
+                    waiting.append(member)
+        return body
+
+    def without_secret_text(self, text: str) -> str:
+        """The same for a body that is no JSON, as far as its pairs can be told."""
+        return JSON_PAIR.sub(
+            lambda pair: (
+                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
+            ),
+            text,
+        )
+
+
+def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read, also one that was there already. Raises
     OSError."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
-    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
+    private = functools.partial(os.open, mode=0o600)
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
+    )
+    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         with contextlib.suppress(OSError):
-            os.fchmod(number, 0o600)
-    return os.fdopen(number, "a" if flag & os.O_APPEND else "w", encoding="ascii")
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
+    """What stops the start when the file of a setting cannot be used."""
+    why = error.strerror or error
+    advice = "name a file in a folder that you may write to"
+    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
+    one line on stderr, not a traceback for each record."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self.path, self.told = path, False
+        try:
+            super().__init__(os.path.expanduser(path))
+        except OSError as error:
+            raise cannot_write("LOG_FILE", path, error) from None
+
+    def _open(self) -> Any:
+        return open_private(self.baseFilename, "a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as fault:  # it could not be opened anew
+            self.tell(fault)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as fault:
+            self.tell(fault)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        fault = sys.exc_info()[1]
+        if isinstance(fault, OSError):
+            self.tell(fault)
+        else:
+            super().handleError(record)
+
+    def tell(self, fault: OSError) -> None:
+        """Tell of a fault once, where somebody may see it."""
+        if not self.told:
+            self.told = True
+            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr)
+
+
+class Prefill:
+    """A request of kvproxy's own that has the server read a prompt before the client's request comes
+    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> bool:
+        """Take the connection; False when it was given up before there was one."""
+        self.sock = sock
+        return not self.closed
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with contextlib.suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
+FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
+                 "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+
+
+def front_members(body: Json) -> Json:
+    """What stands in front of the turns in a prompt, or decides how they are written."""
+    front = {name: body[name] for name in FRONT_MEMBERS if name in body}
+    if front.get("tool_choice") not in (None, "auto", "none"):
+        del front["tool_choice"]  # a forced call has no place in a request that is not answered
+    return front
 
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them."""
+    real turn needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
-    FIRST_WAIT, AWAY_WAIT = (
-        1.0,
-        5.0,
-    )  # seconds of quiet before the first try, and between looks at the server
+    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
-            "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+    HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
+        self.path = os.path.expanduser(self.config.warmup_file)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.current: socket.socket | None = None
+        self.gate = threading.Lock()  # held while a prefill begins
+        self.prefill: Prefill | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
     def enabled(self) -> bool:
+        """Whether a setting asks for it."""
         return bool(self.config.warmup_file or self.config.keepalive_seconds)
 
     def start(self) -> None:
+        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
         if self.enabled():
             self.load()
@@ -4481,41 +6065,46 @@ class Warmup:
             self.thread.start()
 
     def stop(self) -> None:
+        """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.interrupt()
+        with self.gate:
+            prefill = self.prefill
+        if prefill is not None:
+            prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
     # --- the heads and their file -----------------------------------------------------------------
 
+    def open(self) -> None:
+        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
+        if not self.path:
+            return
+        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
+            os.unlink(left)
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        with self.temporary():
+            pass
+
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
         new ones match."""
-        path, replay = self.config.warmup_file, self.proxy.replay
+        path, replay = self.path, self.proxy.replay
         try:
             with open(path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
-                view = (
-                    view_of(head["body"], dialect) if dialect is not None and not counting else None
-                )
-                if view is None:
+                view = view_of(head["body"], dialect) if dialect is not None else None
+                if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    with replay.store.lock:
-                        replay.tools(view, replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except self.BAD_FILE as error:
             self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
@@ -4535,55 +6124,77 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
+        body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        body.update(
-            {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
-        )
+        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
+        body["stream"] = False
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            del body["tool_choice"]
-        key = digest(view.dialect.name, dump(body)).hex()
-        self.keys = {
-            name: found
-            for name in ("authorization", "x-api-key")
-            if (found := exchange.request.get(name))
-        }
+        ident = digest(view.dialect.name, dump(body)).hex()
+        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
+        self.keys = {name: key for name, key in keys.items() if key}
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
-            self.due.pop(key, None)  # the client itself had it read
-            if key != newest and self.config.warmup_file:
+            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.due.pop(ident, None)  # the client itself had it read
+            if ident != newest and self.path:
                 self.save()
 
     def save(self) -> None:
         """Write the file, whole or not at all. Called with the guard held."""
-        path = self.config.warmup_file
-        temporary = f"{path}.{os.getpid()}.tmp"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            with open_private(temporary, os.O_EXCL) as file:
+            with self.temporary() as file:
                 file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-            os.replace(temporary, path)
+                file.close()
+                os.replace(file.name, self.path)
         except OSError as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[Any]:
+        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
+        name = f"{self.path}.{os.getpid()}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def warn(self, text: str) -> None:
-        """Trouble with the file is told once."""
+        """Warn about the file, but only once."""
         if not self.warned:
             self.proxy.log.warning("%s", text)
         self.warned = True
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once. The thread that reads closes
-        the socket."""
-        sock = self.current
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+        """Called when a client's request is about to be forwarded.
+
+        If it begins with the prompt that the server is reading, it is held until that has been
+        read: the server would notice a cancel late, and read everything again in another slot. Any
+        other request that needs the model ends the prefill at once, unless some client waits for
+        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request = exchange.request
+        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
+            return
+        path, view = request.path.split("?")[0], exchange.view
+        with self.gate:
+            prefill = self.prefill
+        if prefill is None:
+            return
+        if view is not None and prefill.begins(path, view):
+            until = time.monotonic() + self.config.read_timeout
+            prefill.waiting.add(exchange)
+            try:
+                while not prefill.closed and time.monotonic() < until:
+                    wait(self.HOLD_LOOK)
+            finally:
+                prefill.waiting.discard(exchange)
+        if not prefill.waiting:
+            prefill.close()
 
     def run(self) -> None:
         wait = self.FIRST_WAIT
@@ -4617,7 +6228,7 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(head)
+            status = self.send(Prefill(head["path"], head["body"]))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -4629,29 +6240,30 @@ class Warmup:
             with self.guard:
                 self.due.pop(key, None)
 
-    def send(self, head: Json) -> int:
-        """Have the server read a head; returns the status, 0 without an answer."""
+    def send(self, prefill: Prefill) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.gate:
+            if self.proxy.running or self.over.is_set():
+                return 0  # a request that comes later than this finds `prefill` in hold()
+            self.prefill = prefill
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            with contextlib.closing(
-                http_connection(url, self.config.connect_timeout, tls=tls)
-            ) as connection:
+            connection = http_connection(url, self.config.connect_timeout, tls=tls)
+            with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                self.current = connection.sock
-                if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                if not prefill.opened(connection.sock):
                     return 0
+                target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request(
-                    "POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers
-                )
+                connection.request("POST", target, dump(prefill.body), headers)
                 response = connection.getresponse()
                 response.read()
                 return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            self.current = None
+            self.prefill, prefill.closed = None, True
 
 
 # ==================================================================================================
@@ -4714,11 +6326,7 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {
-    "extended": "good",
-    "rewritten": "bad",
-    "lost": "bad",
-}  # of verdicts; all others are neither
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad"}  # all other verdicts are neither
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -4726,39 +6334,30 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    (
-        "kvproxy_prompt_tokens_total",
-        "state",
-        "Prompt tokens as the server reported them, reused or read.",
-    ),
-    (
-        "kvproxy_saved_seconds_total",
-        lambda on: on.metrics.saved,
-        "Estimated seconds of reading that reuse saved.",
-    ),
-    (
-        "kvproxy_hit_ratio",
-        lambda on: on.metrics.hit_rate(),
-        "Share of prompt tokens reused over the last 20 requests.",
-    ),
+    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
+    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
-    ("kvproxy_replay_bytes", lambda on: on.replay.store.size, "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
+    ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
     (
-        "kvproxy_start_time_seconds",
-        lambda on: on.metrics.since,
-        "When the proxy started, in seconds since the epoch.",
+        "kvproxy_ledger_bytes",
+        lambda on: on.ledger.size + on.received.size,
+        "Memory held for explanations.",
     ),
+    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
-Answer = tuple[int, bytes, Headers, str]
+# Headers with which a web server in front tells that a request is somebody else's.
+FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
+
+Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
     """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
-    DIFF_LINES = 20000  # difflib takes long for more
+    HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -4776,32 +6375,32 @@ class Pages:
             )
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not is_loopback(peer) or not self.same_site(request):
-            return self.error(403, "Prompts are shown on this machine only.")
+        if not self.shows_prompts(request, peer):
+            why = "Prompts are shown on this machine only, and not through a web server."
+            return self.error(403, why)
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:
-            kept = {
-                f"/kvproxy/requests/{exchange.number}": exchange
-                for exchange in self.proxy.metrics.recent
-            }
+            recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(
-                200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
-            )
-        if path in kept:
-            return self.json(200, self.detail(kept[path]))
+            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        for exchange in recent:
+            if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def same_site(self, request: Request) -> bool:
-        """Whether no page of another site asks: browsers tell where a request comes from."""
-        origin = request.get("origin")
+    def shows_prompts(self, request: Request, peer: str) -> bool:
+        """Whether a request comes from this machine, and not from a page of another site: browsers
+        tell where a request comes from."""
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
+        forwarded = any(map(FORWARDED.match, request.headers.keys()))
+        same_site = ours and site in ("", "none", "same-origin")
+        return is_loopback(peer) and same_site and not forwarded
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
-        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *headers], "application/json"
+        return status, body, [*self.HEADERS, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -4809,6 +6408,7 @@ class Pages:
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
         verdict, usage = exchange.verdict, exchange.usage
+        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
         return {
             "number": exchange.number,
             "time": exchange.time,
@@ -4820,43 +6420,38 @@ class Pages:
             "report": dataclasses.asdict(exchange.report),
             "usage": {**dataclasses.asdict(usage), "read": usage.read()},
             "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1)
-            if exchange.begun
-            else None,
+            "first_byte_ms": first_byte if exchange.begun else None,
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
-    def detail(self, exchange: Exchange) -> Json:
-        """A request with its body as received and as forwarded, and what differs."""
-        row = {**self.row(exchange), "received": None, "forwarded": None}
-        received, forwarded = (
-            exchange.received,
-            exchange.forwarded,
-        )  # another thread may let go of them
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded, and what differs. Takes at most ten
+        times the body's memory: texts are written piece by piece."""
+        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
+        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
         if received is None or forwarded is None:
-            return {**row, "note": "the bodies were dropped to save memory"}
-        row["received"], row["forwarded"] = (
-            raw.decode("utf-8", "replace") for raw in (received, forwarded)
-        )
-        row["diff"] = []
-        if forwarded is received:
-            return row
-        with contextlib.suppress(
-            RecursionError
-        ):  # both are JSON; with an indent, dumps goes less deep than parse()
-            before, after = (
-                json.dumps(json.loads(raw), indent=1, ensure_ascii=False)
-                .replace("\\n", "\n")
-                .splitlines()
-                for raw in (received, forwarded)
-            )
-            if max(len(before), len(after)) > self.DIFF_LINES:
-                row["note"] = "the bodies are too long for a diff"
-            else:
-                row["diff"] = list(
-                    difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2)
-                )
-        return row
+            received = forwarded = None
+            notes.append("the bodies were dropped to save memory")
+        else:
+            nodes = forwarded.count(b"{") + forwarded.count(b"[")
+            if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
+                with contextlib.suppress(Unreadable, RecursionError):
+                    row["where it goes"] = self.proxy.weights(exchange)
+        if received is not None and forwarded is not received:
+            assert forwarded is not None
+            row["diff"], note = difference(received, forwarded)
+            notes += [note] if note else []
+        body = bytearray()
+        for name, raw in (("received", received), ("forwarded", forwarded)):
+            body += b', "%s": ' % name.encode()
+            if raw is None:
+                body += b"null"
+            elif not write_text(body, raw):
+                notes.append(f"the body as {name} is cut: it is no text")
+        if notes:
+            row["note"] = "; ".join(notes)
+        body[:0] = json.dumps(row)[:-1].encode()
+        return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -4879,36 +6474,26 @@ class Pages:
     # --- the page ---------------------------------------------------------------------------------
 
     def page(self) -> Answer:
+        """The page, complete without its script."""
         nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            parts = {
-                "state": state,
-                "tone": tone,
-                "hint": hint,
-                "facts": self.facts(),
-                "chart": self.chart(),
-            }
+            facts, chart = self.facts(), self.chart()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = (
-            "<li>None yet.</li>"
-            if self.proxy.config.keep_requests
-            else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        if not rows:
+            kept = self.proxy.config.keep_requests
+            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
+        settings, version = self.settings(), __version__
+        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
+        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
+        page = PAGE % dict(zip(names, values, strict=True))
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
+            " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
-        parts |= {
-            "rows": rows or none,
-            "settings": self.settings(),
-            "nonce": nonce,
-            "version": __version__,
-        }
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
-        policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        headers = [
-            (b"Content-Security-Policy", policy.encode()),
-            (b"X-Content-Type-Options", b"nosniff"),
-        ]
+        headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -4916,39 +6501,29 @@ class Pages:
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
-            return (
-                f"The model server {words} ({last.status})",
-                "bad",
-                last.fault or "It may be loading its model.",
-            )
+            hint = last.fault or "It may be loading its model."
+            return f"The model server {words} ({last.status})", "bad", hint
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         if metrics.judged and not metrics.points:
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
-            return (
-                "No prompt yet",
-                "fair",
-                "Set your agent's base URL to this address and send something.",
-            )
+            hint = "Set your agent's base URL to this address and send something."
+            return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
         firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            return (
-                f"{firsts}, nothing to reuse so far",
-                "fair",
-                "Nothing can be reused until a conversation goes on.",
-            )
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
         left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
         hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        example = next(
-            (f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), ""
-        )
-        hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
+        hint += f" {metrics.cause('cold').capitalize()}."
+        lines = [verdict.line() for verdict in verdicts if verdict.line()]
+        hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
     def facts(self) -> str:
@@ -4958,7 +6533,7 @@ class Pages:
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.rates else "-",
+            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
@@ -4973,13 +6548,9 @@ class Pages:
     def chart(self) -> str:
         """Bars, and a label that tells screen readers what they show. Text stands beside the
         drawing, which stretches."""
-        points = self.proxy.metrics.points
+        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
-            reason = (
-                "The server reports no numbers."
-                if self.proxy.metrics.judged
-                else "Nothing to show yet."
-            )
+            reason = "The server reports no numbers." if judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
         bars = ""
         for place, (when, share, name) in enumerate(points):
@@ -5011,10 +6582,8 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side, tone = (
-                f" ({verdict.side} request)" if verdict.side else "",
-                TONES.get(verdict.name, ""),
-            )
+            side = f" ({verdict.side} request)" if verdict.side else ""
+            tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
@@ -5024,19 +6593,165 @@ class Pages:
         )
 
     def settings(self) -> str:
+        """Every setting, with the value in force."""
         rows = ""
         for name, _, meaning in Config.table():
             value = getattr(self.proxy.config, name.lower())
-            value = (
-                "  ".join(value)
-                if isinstance(value, tuple)
-                else int(value)
-                if isinstance(value, bool)
-                else value
-            )
+            if isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, tuple):
+                value = "  ".join(value)
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
+
+
+# --- a request's bodies, and what differs between them --------------------------------------------
+
+
+def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
+    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes are
+    text that it would take more than three times its size."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
+    out += b'"'
+    for at in range(0, len(raw), TEXT_PIECE):
+        if len(out) - start > 3 * at + TEXT_PIECE:
+            out += b'..."'
+            return False
+        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
+        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    out += b'"'
+    return True
+
+
+TEXT_PIECE = 1 << 16  # bytes
+DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
+DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
+DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
+DIFF_CONTEXT = 2  # unchanged lines around a change
+JSON_PIECE = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
+STRING_TOKEN = re.compile(
+    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
+    re.DOTALL,
+)
+
+
+def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
+    made real. However the text is nested, it takes no more memory than its longest line."""
+    line, depth, at, within = bytearray(), 0, 0, False
+    while found := (STRING_TOKEN if within else JSON_PIECE).match(raw, at):
+        at = found.end()
+        if within:
+            text, codes, escaped, quote = found.groups()
+            if codes:  # written as the characters themselves, but for those that JSON must escape
+                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
+                text = told.encode("utf-8", "surrogatepass")
+            if escaped == b"n":
+                yield bytes(line)
+                line.clear()
+            else:
+                line += text or escaped or quote
+            within = not quote
+            continue
+        value, mark = found.groups()
+        if mark in (b"}", b"]"):
+            if line.strip():
+                yield bytes(line)
+            depth -= 1
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+        line += value or (b": " if mark == b":" else mark)
+        within = mark == b'"'
+        if mark in (b",", b"{", b"["):
+            yield bytes(line)
+            depth += mark != b","
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+    yield bytes(line)
+
+
+def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    if max(len(before), len(after)) > DIFF_BYTES:
+        return [], "the bodies are too long for a diff"
+    sides = []
+    for raw in (before, after):
+        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
+        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
+    if max(map(len, sides)) > DIFF_LINES:
+        return [], "the bodies have too many lines for a diff"
+    more = diff_rows(changed_lines(*sides), len(sides[0]))
+    rows = list(itertools.islice(more, DIFF_ROWS))
+    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
+    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
+    told = ["--- received", "+++ forwarded"] if rows else []
+    for mark, at, new_at in rows:
+        if mark == "@":
+            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
+        else:
+            told.append(mark + (new[new_at] if mark == "+" else old[at]))
+    hidden = sum(1 for _ in more)
+    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
+
+
+Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
+
+
+def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
+    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
+    shown = 0
+    for number, (start, end, new_start, new_end) in enumerate(changes):
+        first = max(shown, start - DIFF_CONTEXT)
+        if first > shown or not number:
+            yield "@", first, new_start - (start - first)
+        yield from ((" ", at, 0) for at in range(first, start))
+        yield from (("-", at, 0) for at in range(start, end))
+        yield from (("+", 0, at) for at in range(new_start, new_end))
+        following = changes[number + 1][0] if number + 1 < len(changes) else length
+        shown = min(end + DIFF_CONTEXT, following)
+        yield from ((" ", at, 0) for at in range(end, shown))
+
+
+def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
+    """Where two lists of hashed lines differ.
+
+    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
+    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
+    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
+    places: list[dict[int, int]] = []
+    for lines in (before, after):
+        found: dict[int, int] = {}
+        for at, line in enumerate(lines):
+            if line % thin == 0:
+                found[line] = -1 if line in found else at
+        places.append(found)
+    old, new = places
+    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
+    new_order = sorted(order, key=new.__getitem__)
+    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
+    same = [line for start, _, size in blocks for line in order[start : start + size]]
+    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
+    changes, at, new_at = [], 0, 0
+    for end, new_end in anchors:
+        stop, new_stop = end, new_end
+        while at < stop and new_at < new_stop and before[at] == after[new_at]:
+            at, new_at = at + 1, new_at + 1
+        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
+            stop, new_stop = stop - 1, new_stop - 1
+        if at < stop or new_at < new_stop:
+            changes.append((at, stop, new_at, new_stop))
+        at, new_at = end + 1, new_end + 1
+    return changes
+
+
+def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
+    """Lines of a JSON text by their numbers, long ones cut."""
+    found = {}
+    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
+        if number in wanted:
+            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
+            if len(line) > DIFF_COLUMNS:
+                found[number] += f"... ({len(line):,} bytes)"
+    return found
 
 
 def clock(when: float) -> str:
@@ -5059,21 +6774,8 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = (
-    "box",
-    "reads",
-    "file",
-    "writes",
-    "patch",
-    "server",
-    "tests",
-    "fail",
-    "look",
-    "line",
-    "again",
-    "with",
-    "its",
-)
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
+         "its")  # fmt: skip
 
 
 def filler(count: int, seed: int) -> str:
@@ -5097,7 +6799,7 @@ def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str,
     if response.status != 200:
         told = " ".join(data[:200].decode("utf-8", "replace").split())
         raise ValueError(f"the server answered {response.status}: {told}")
-    return hint_of(data), usage_of(data), first
+    return heard_answer(data, b"").opening, usage_of(data), first
 
 
 def play(
@@ -5113,15 +6815,9 @@ def play(
     project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
-        meta = {
-            "schema": "openclaw.inbound_meta.v1",
-            "message_id": ident,
-            "sender_id": "user-1",
-            "channel": "webchat",
-        }
-        block = (
-            f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
-        )
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
+        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
@@ -5129,25 +6825,12 @@ def play(
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
         messages = [{"role": "system", "content": system}, *history]
-        body = {
-            "model": "local",
-            "messages": messages,
-            "stream": True,
-            "max_tokens": 16,
-            "temperature": 0,
-        }
-        answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        rows.append(
-            {
-                "turn": turn,
-                "prompt": usage.prompt,
-                "read": usage.read(),
-                "reused": usage.cached,
-                "ms": ms,
-            }
-        )
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
+        rows.append({**row, "ms": ms})
         say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
@@ -5160,36 +6843,26 @@ def compare(
     mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
     straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
     say("")
-    quiet: Json = {
-        "warmup_file": "",
-        "keepalive_seconds": 0,
-        "capture_file": "",
-        "log_level": "error",
-    }
-    with Proxy(
-        dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    ) as proxy:
+    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
+    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
+    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
+    with Proxy(ours) as proxy:
         through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        print(
-            json.dumps(
-                {"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}
-            )
-        )
+        runs = {"simulated": simulated, "straight": straight, "through": through}
+        print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
     for pair in zip(straight, through, strict=True):
-        cells = [
-            ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair
-        ]
-        print(
-            f"{pair[0]['turn']:>5} | "
-            + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells)
-        )
+        line = f"{pair[0]['turn']:>5}"
+        for row in pair:
+            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
+        print(line)
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
@@ -5203,35 +6876,28 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(
-            f"{message['role']}: {message['content']}" for message in body["messages"]
-        )
+        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+        prompt = "\n".join(turns)
         cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
         self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {
-            "cache_n": cached,
-            "prompt_n": read,
-            "prompt_ms": read * self.MS,
-            "predicted_n": 2,
-        }
+        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(
-            b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
-        )
+        for event in (dump(answer), dump(end), b"[DONE]"):
+            self.wfile.write(b"data: " + event + b"\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class SimulatedHost(
-    socketserver.ThreadingTCPServer
-):  # HTTPServer would ask DNS for this machine's name
+class SimulatedHost(socketserver.ThreadingTCPServer):
+    """HTTPServer would ask DNS for this machine's name."""
+
     daemon_threads = True
     slot = ""
 
@@ -5239,21 +6905,15 @@ class SimulatedHost(
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
+        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
         print(
-            "An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes"
+            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
         )
-        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
     with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(
-                args,
-                Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"),
-                True,
-                lambda line: None,
-            )
+            compare(args, simulated, True, lambda line: None)
         finally:
             server.shutdown()
     if not args.json:
@@ -5267,20 +6927,15 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
-        backend.connect().wire.close()
+        backend.connect().close()
     except OSError as error:
-        print(
-            f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.",
-            file=sys.stderr,
-        )
+        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
+        print(told, file=sys.stderr)
         return 1
     total = args.tokens * (args.turns + 1)
-    say(
-        f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy."
-    )
-    say(
-        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens."
-    )
+    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
+    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
+    say(f"first should: {total:,} tokens.")
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), False, say)
@@ -5296,27 +6951,21 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(
-            f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL."
-        )
+        print(f"No model server answers at {backend.name()}.")
+        print(f"Is it running? {USUAL_PORTS} Set BACKEND_URL.")
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        print(
-            "Set API_KEY and try again."
-            if "key" in found["state"]
-            else "Try again when it is ready."
-        )
+        wants_key = "key" in found["state"]
+        print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     advice = []
     status, rows = backend.ask("/slots")
     if status != 200 or not isinstance(rows, list):
-        reason = (
-            "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
-        )
-        print(
-            f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it"
-        )
+        wants_key = status in (401, 403)
+        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
+        print(f"prompt cache: the server does not tell, {reason};")
+        print("a run of `python kvproxy.py bench` shows it")
     elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
@@ -5324,11 +6973,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     slots, context = found.get("slots"), found.get("context")
     if slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
-    elif slots is not None:
-        advice.append(
-            "With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other."
-        )
+                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
     if isinstance(context, int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
@@ -5339,38 +6984,29 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
-    for name, pattern in (
-        (
-            "slot",
-            r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
-        ),
-        ("slot", r"selected slot by (?P<lru>LRU)"),
-        (
-            "prompt",
-            r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
-        ),
-        ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
-        ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
-        ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
-        (
-            "eval",
-            r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens",
-        ),
-        ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
-        ("start", r"server is listening on|loading model"),
-    )
+    for name, pattern in (row.split(None, 1) for row in r"""
+slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    selected slot by (?P<lru>LRU)
+slot    slot is processing (?P<begins>task)
+prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
+counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
+cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
+cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
+cached  kv cache rm \[(?P<cached>\d+), end\)
+full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
+cancel  cancel task, id_task = (?P<cancelled>\d+)
+start   server is listening on|loading model""".strip().splitlines())
+]  # fmt: skip
+LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
+LOG_SLOT = re.compile(
+    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
-LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
-LOG_TYPES: dict[str, type] = {
-    "lru": str,
-    "forced": str,
-    "sim": float,
-    "keep": float,
-    "ms": float,
-}  # all others: int
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_FLOATS = ("sim", "ms")
+LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -5378,24 +7014,15 @@ INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
     " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
 )
-INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` brings its own
-    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
-    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
-    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
-    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
-    " sliding-window models may read the whole prompt again.",
-    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
-    " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
-    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
-    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
-    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
-    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
-}
+STRAIGHT = (
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
+    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+)
 INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
     "estimated": False,
     "cause": "",
+    "cure": "",
 }
 
 
@@ -5408,32 +7035,28 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
-    number = 0  # of the last row
+    number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
         print('{"requests": [', end="")
     with file:
-        for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
+        for number, row in enumerate(inspect_rows(file, size, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
+                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
-                new = {
-                    "cause": row["cause"],
-                    "requests": 0,
-                    "tokens": 0,
-                    "cured": 0,
-                    "example": row["what"],
-                }
-                found = findings.setdefault(row["cause"], new)
+                found = findings.setdefault(row["cause"], {
+                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
+                    "example": row["what"], "cure": row["cure"],
+                })  # fmt: skip
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found)
+        found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
+        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print(
@@ -5442,20 +7065,22 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
+    if told and not reader.ledger.count:
+        print(textwrap.fill(STRAIGHT, 110))
     for found in told:
-        waste = (
-            f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
-        )
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
     bytes, 0: not known."""
-    shown = time.monotonic()
-    while line := file.readline(PARSE_LIMIT):
+    shown, lines = time.monotonic(), file
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
+        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+    while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
         if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
             print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
@@ -5469,17 +7094,17 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
+    name, what = visible(row["name"][:28]), visible(row["what"])
+    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
-def inspect_advice(found: Json) -> str:
+def inspect_advice(found: Json, config: Config) -> str:
     """What to do about a finding."""
-    if found["cause"].startswith("lost"):
-        return str(found["example"]).partition(": ")[2] + "."
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    advice = next(text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
-    return (f"kvproxy cures {found['cured']} of them. " if found["cured"] else "") + advice
+    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
+    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+    return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
@@ -5487,18 +7112,14 @@ class LogReader:
     complete."""
 
     def __init__(self, config: Config) -> None:
-        limit = config.ledger_mb << 20
-        self.ledger, self.cured = (
-            Ledger(limit),
-            Ledger(limit),
-        )  # as captured, and as kvproxy would have sent it
-        self.scrubber, self.replay = Scrubber(config), Replay(config)
+        self.config, limit = config, config.ledger_mb << 20
+        self.ledger = Ledger(limit)  # of prompts as captured
+        self.cured = Ledger(limit)  # and as kvproxy would have sent them
+        self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
-        self.slot, self.longest = (
-            "?",
-            0,
-        )  # the slot that the log spoke of last; the longest prompt since a start
+        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
+        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
+        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for anything that is neither a capture's nor a log's
@@ -5528,115 +7149,120 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        side = side_of(view.body, headers, view)
-        segments = segments_of(view)
-        verdict = self.ledger.judge(
-            segments, self.replay.conversation(view), side, now, self.lost_at
-        )
+        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        case = self.ledger.judge(prompt, self.lost_at)
+        case.idle = now - self.ended if self.ended else 0.0
+        verdict, prompt.number = case.verdict, self.ledger.count
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
         }
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = sum(len(segment.text) for segment in segments) // 4
+            usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            settle(verdict, usage, now - self.ended if self.ended else 0.0)
+            settle(case, usage, self.config)
         self.ended = now
-        line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
-        what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
-        found = dict(
-            INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms
-        )
-        found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
-        if line and not side:
-            found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
+        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured = self.cure(view, headers).name == "extended" and changed
+        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
+        line = verdict.line()
+        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
+        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(tokens=usage.prompt, read=usage.read())
+        if line and not prompt.side and verdict.name in ("rewritten", "lost"):
+            found.update(cause=cause_of(verdict), cured=cured)
+            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, side: str) -> Verdict:
+    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        if view.dialect.edited:
-            report = Report()
-            self.scrubber.apply(view, report)
-            self.replay.apply(view, lift(view, self.replay), report)
-        return self.cured.judge(segments_of(view), self.replay.conversation(view), side)
+        trace = self.editor.apply(view, Report())
+        if trace.record is not None:
+            trace.record.answer = ANY
+        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does
         not matter."""
-        found = LOG_SLOT.search(text)
+        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = router[1] if router else ""
+        number = (found[2] or found[4]) if found else None
         if found:
-            self.slot = found["slot"]
+            self.slots[port] = found[1] or found[3]
+        slot = port, self.slots.get(port, "?")
         name, match = next(
             ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
         )
         if match is None:
             return []
         if name == "start":
-            return self.end()
+            return self.end(port)
         if name == "cancel":
-            slots = [
-                slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]
+            number = match["cancelled"]
+            ended = [
+                key
+                for key, task in self.tasks.items()
+                if (key[0], task.get("task")) == (port, number)
             ]
-            return [self.close(slot, ", cancelled") for slot in slots]
-        task, done = self.tasks.get(self.slot, {}), []
+            return [self.close(slot, ", cancelled") for slot in ended]
+        task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
-        if name == "slot" or (
-            known and name in ("prompt", "counts")
-        ):  # the slot's next task begins
-            done = [self.close(self.slot)] if known else []
-            task = {}
-        self.tasks[self.slot] = task
-        if found and found["task"]:
-            task["task"] = found["task"]
+        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
+            done = [self.close(slot)] if known else []
+            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        self.tasks[slot] = task
+        if number:
+            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts":
+                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
+                task[key] = kind(value)
+        if name == "slot" and (keep := LOG_KEEP.search(text)):
+            task["keep"] = float(keep[1])
+        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(self.slot)] if name == "eval" else done
+        return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: str, suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
-        task = self.tasks.pop(slot)
-        tokens, read, cached, sim, keep = (
-            task.get(key) for key in ("tokens", "read", "cached", "sim", "keep")
-        )
-        if read is None and tokens is not None and cached is not None:
-            read = tokens - cached
-        size = tokens or read or 0
-        first, self.longest = size > 2 * self.longest, max(size, self.longest)
-        cause, what = "", "read" if tokens is None else "reused"
+        task, port = self.tasks.pop(slot), slot[0]
+        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
+        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
+        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        if read is None and tokens is not None and "cached" in task:
+            read = row["read"] = tokens - task["cached"]
+        size, longest = tokens or read or 0, self.longest.get(port, 0)
+        self.longest[port] = max(size, longest)
+        mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full {task['forced'].strip()}"
-        elif size > 512 and read is not None and tokens is not None and 2 * read > tokens:
-            if sim is not None and sim >= 0.5:
-                cause, what = "not kept", "the slot held a similar prompt, but most was read again"
-            elif sim is not None:
-                cause, what = "low similarity", "little in common with what the slot held"
-            elif first:
-                what = "first prompt of its length"
-            else:
-                cause, what = "no similar slot", "no slot held a similar prompt"
-        if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
-            what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
-        return row | {
-            "tokens": tokens,
-            "read": read,
-            "sim": sim,
-            "keep": keep,
-            "ms": task.get("ms"),
-        }
+            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
+        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
+            row["what"] = "first prompt of its length"
+        elif mostly and sim is None:
+            row.update(cause="no similar slot", what="no slot held a similar prompt")
+        elif mostly and sim < 0.5:
+            row.update(cause="low similarity", what="little in common with what the slot held")
+        elif mostly:
+            row.update(
+                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            )
+        elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
+            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
+        else:
+            row["what"] = "read" if tokens is None or read == tokens else "reused"
+        row["what"] += suffix
+        return row
 
-    def end(self) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server was started
-        anew."""
-        done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
-        self.tasks.clear()
-        self.longest = 0
+    def end(self, port: str | None = None) -> list[Json]:
+        """The rows of tasks that no line will end: the log stops here, or the server at a port was
+        started anew."""
+        ended = [slot for slot in self.tasks if port in (None, slot[0])]
+        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
+        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
+        self.longest.pop(port or "", None)
         return done
 
 
@@ -5645,6 +7271,8 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
+    if verdict.kind == "reasoning":
+        return "turns, whose reasoning is no longer sent"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
         start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
@@ -5660,22 +7288,18 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    try:
-        handler = (
-            logging.FileHandler(config.log_file, encoding="utf-8")
-            if config.log_file
-            else logging.StreamHandler()
-        )
-    except OSError as error:
-        raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
+    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host}"
-        print(f"{where} cannot be used: {error}. Set LISTEN_PORT or LISTEN_HOST.", file=sys.stderr)
+        why = error.strerror or error
+        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
         return 1
+    for name, wanted in misspelt(os.environ):
+        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     with contextlib.suppress(KeyboardInterrupt):
         for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
             if hasattr(signal, name):
@@ -5695,50 +7319,109 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.listen_port}"
+    there = urllib.parse.urlsplit(url)
+    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
+    owner = str(members(next(iter(models), None)).get("owned_by"))
+    if owner in OWNERS:
+        line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
+        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
+def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The settings among a command line's words (NAME=value), and the other words. Raises ConfigError
+    for a word that is neither setting nor command nor option."""
+    settings, others = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
+            if not is_setting(name.upper()):
+                raise ConfigError(f"{name} is no setting{nearest(name)}")
+            settings[name.upper()] = value
+        else:
+            others.append(word)
+    for word in others:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
+            raise ConfigError(f"{option} is no option{nearest(option)}")
+    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
+        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
+    return settings, others
+
+
+def nearest(word: str) -> str:
+    """The command or setting that a word is most like, as the end of a sentence."""
+    if "://" in word or BARE_URL.fullmatch(word):
+        return f"; write BACKEND_URL={word}"
+    name = word.strip("-").replace("-", "_").upper()
+    settings = [item.name.upper() for item in dataclasses.fields(Config)]
+    found = [setting for setting in settings if name == setting or name in setting.split("_")]
+    if not found:
+        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
+        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
+    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    return (f"; nearest: {told}" if told else "") + "; --help lists all"
+
+
+OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    lines = ["settings (environment variables):"]
+    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, 118, subsequent_indent=" " * 21))
-    parser = argparse.ArgumentParser(
+        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
+    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
+    parser = Parser(
         prog="kvproxy.py",
-        description="Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts.",
+        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
+        description=textwrap.fill(about, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(run=command_serve)
-    for name, run, text in (
-        ("serve", command_serve, "listen and forward (the default)"),
-        ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
-        (
-            "bench",
-            command_bench,
-            "measure the effect on the server at BACKEND_URL (API_KEY: its key)",
-        ),
-        ("inspect", command_inspect, "explain a capture or a llama-server log"),
-        (
-            "check",
-            command_check,
-            "tell what the backend is and what hurts its cache (API_KEY: its key)",
-        ),
-    ):
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
+    for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            tokens = 6000 if name == "demo" else 16000
-            command.add_argument(
-                "--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]"
-            )
-            command.add_argument(
-                "--turns", type=positive, default=5, help="turns of the conversation [%(default)s]"
-            )
+            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in numbers.items():
+                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
+            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log"),
+    "check": (
+        command_check,
+        "tell what the backend is and what hurts its cache (API_KEY: its key)",
+    ),
+}
 
 
 def positive(text: str) -> int:
@@ -5750,13 +7433,13 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    if reconfigure := getattr(
-        sys.stdout, "reconfigure", None
-    ):  # texts may hold what its encoding does not
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
-    args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args, Config.from_env(os.environ)))
+        settings, words = read_words(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
+        return int(args.run(args, Config.from_env({**os.environ, **settings})))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2
