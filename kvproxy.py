@@ -1973,6 +1973,7 @@ class Match(NamedTuple):
     record: Record | None = None
     line: Line | None = None
     answered: bool = False
+    outdated: tuple[Line, ...] = ()  # the client has changed what they hold
 
 
 @dataclasses.dataclass
@@ -2143,7 +2144,7 @@ class Replay:
         report.replayed += sum([restore(unit) for unit in units[:depth]])
         report.lifted += len(lifted)
         if pending:
-            set_down(view, units, pending)
+            set_down(view, units, depth, pending)
         self.drop_moved(units, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
@@ -2175,12 +2176,10 @@ class Replay:
                     if reach[0] < at and agreement(record, units[at], at) == 2:
                         edited.append((at, line))
         depth, evidence = best
-        for at, line in edited:
-            if at > depth:  # the conversation goes on, and its client has changed that
-                self.lines.drop(line)
+        outdated = tuple([line for at, line in edited if at > depth])
         rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
         if not depth or evidence == 1:
-            return Match()
+            return Match(outdated=outdated)
         _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
         for _, _, other in rivals:
@@ -2189,7 +2188,9 @@ class Replay:
                 if mine is not theirs and mine.form() != theirs.form():
                     common = at
                     break
-        return Match(common, record, line, common == depth and evidence == 2)
+        if not common:
+            return Match(outdated=outdated)
+        return Match(common, record, line, common == depth and evidence == 2, outdated)
 
     def drop_moved(self, units: list[Unit], report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
@@ -2256,6 +2257,9 @@ class Replay:
             self.lines.put(trace.line, record, places[end - 1], size)
         elif match.line is not None:
             self.lines.drop(match.line)
+        for line in match.outdated:
+            if line is not trace.line:
+                self.lines.drop(line)
 
     def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
         """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
@@ -2387,20 +2391,26 @@ def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
     line that it has no more, since what was withdrawn may not stand on; and no `later` message says
     something of the kind, which would then be older."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    if sum((old - new).values()) > sum((new - old).values()):
+    gone, added = [list((one - other).elements()) for one, other in ((old, new), (new, old))]
+    if collections.Counter(map(about, gone)) - collections.Counter(map(about, added)):
         return False
     told = [text for unit in later for one, text in unit.blocks() if one == kind]
     if kind == "environment" and told:
         return False
     heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
-    changed = labels_of([*(new - old), *(old - new)])
+    changed = labels_of(gone + added)
     return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
 
 
+def about(line: str) -> str:
+    """What a line is about: what stands before a colon, else all but dates and numbers."""
+    label, colon, _ = line.partition(":")
+    return label.strip() if colon else re.sub(rf"{_CLOCK}|\d+", "", line).strip()
+
+
 def labels_of(texts: Iterable[str]) -> set[str]:
-    """What the lines of some texts are about: what stands before a colon, else the whole line."""
-    lines = [line for text in texts for line in text.splitlines()]
-    return {line.partition(":")[0].strip() for line in lines} - {""}
+    """What the lines of some texts are about."""
+    return {about(line) for text in texts for line in text.splitlines()} - {""}
 
 
 def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
@@ -2527,11 +2537,33 @@ def settle_insertions(
         return depth, pending
 
 
-def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn; in front of all of it where a
-    decoration of the turn says something of the kind, because that is newer."""
-    unit = units[target_of(units)]
-    unit.inserted = pending
+def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
+    """Put lifted texts into the newest user turn, in front of what is said there; but what a later
+    message says anew goes in front of that message's turn: into the first one, while nothing of
+    that has been read."""
+    first = next((at for at, unit in enumerate(units) if unit.speaks()), 0)
+    old: dict[str, str] = {}
+    if depth <= first:
+        later = [text for unit in units[first:] for _, text in unit.blocks()]
+        old = {label: text for label, text in pending.items() if said_anew(text, later)}
+    insert_lifted(view, units[first], old)
+    insert_lifted(view, units[target_of(units)], {k: v for k, v in pending.items() if k not in old})
+
+
+def said_anew(text: str, later: list[str]) -> bool:
+    """Whether later texts say something of the kind of a lifted one."""
+    dated = [one for one in later if "date" in one or "time" in one]
+    if is_time(text) and any(re.search(_CLOCK, one) for one in dated):
+        return True
+    return not labels_of([text]).isdisjoint(labels_of(later))
+
+
+def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in a user turn; in front of all of it where a decoration
+    of the turn says something of the kind, because that is newer."""
+    if not pending:
+        return
+    unit.inserted = {**unit.inserted, **pending}
     lifted = [text for label, text in pending.items() if not label.startswith("first ")]
     pieces = [text for label, text in pending.items() if label.startswith("first ")]
     if lifted:
@@ -2540,14 +2572,13 @@ def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
     at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
-    if slots:
-        told = labels_of([block for _, block in unit.blocks()])
-        newer = not told.isdisjoint(labels_of(pending.values()))
-        spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
-        slot = slots[0] if newer or not spoken else spoken[-1]
-        slot.set(text + "\n\n" + slot.get())
-    else:
+    if not slots:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+        return
+    newer = said_anew("\n".join(pending.values()), [block for _, block in unit.blocks()])
+    spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
+    slot = slots[0] if newer or not spoken else spoken[-1]
+    slot.set(text + "\n\n" + slot.get())
 
 
 class Editor:
