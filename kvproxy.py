@@ -19,12 +19,11 @@ write message ids, clocks, git snapshots and moving context blocks near the fron
 reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
 begins with what the server has already read:
 
-client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client |
-| store        usage -> explain -> log, page, metrics
+    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
+                                                              usage -> explain -> log, page
 
 The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file:
-payload in, payload and report out.
+Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -38,7 +37,7 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
     sys.exit(TOO_OLD % sys.version_info[:2])
 
 import argparse
@@ -97,26 +96,25 @@ Json = dict[str, Any]
 
 
 # ==================================================================================================
-# Configuration: one dataclass feeds the environment, --help, the README table and the check of
-# values
+# Configuration: one dataclass feeds the environment, --help and the check of values
 # ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting has a value that cannot be used; the message names the variable, the value and what
-    is allowed."""
+    """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, **check: Any) -> Any:
-    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host,
-    url, regex)."""
+def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
+    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
+    or the `kind` says it (host, url, regex)."""
+    if span:
+        check["low"], check["high"] = span
     return dataclasses.field(default=default, metadata={"help": help, **check})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting, as a field here and as the environment variable of the same name in upper
-    case.
+    """Every setting; the environment variable of the same name is in upper case.
 
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
@@ -124,11 +122,11 @@ class Config:
     listen_host: str = setting(
         "127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host"
     )
-    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", low=0, high=65535)
+    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
     backend_url: str = setting(
         "",
-        "the model server, http or https, a path prefix is kept; unset: the first of 127.0.0.1:8080, :9931, :12345"
-        " that answers like a model server",
+        "the model server, http or https, a path prefix is kept; unset: the first of"
+        " 127.0.0.1:8080, :9931, :12345 that answers like a model server",
         kind="url",
     )
     scrub: bool = setting(
@@ -136,12 +134,12 @@ class Config:
     )
     strip_message_ids: str = setting(
         "system",
-        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts too",
         choices=("0", "1", "system"),
     )
     strip_timestamps: str = setting(
         "auto",
-        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] before user texts; auto: only with REPLAY=0",
         choices=("auto", "0", "1"),
     )
     strip_billing: bool = setting(
@@ -149,15 +147,14 @@ class Config:
     )
     strip_regex: tuple[str, ...] = setting(
         (),
-        "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...",
+        "text to remove from system and user texts; more: STRIP_REGEX_2, _3, ...",
         kind="regex",
     )
     system_first: bool = setting(
         True, "merge system messages into one at the front; later ones become reminders"
     )
     lift: bool = setting(
-        True,
-        "move clocks, date lines and git snapshots from the system prompt to the newest user turn",
+        True, "move clocks, dates and git snapshots from the system prompt to the newest user turn"
     )
     lift_regex: tuple[str, ...] = setting(
         (), "a line of the system prompt to lift as well; more: LIFT_REGEX_2, _3, ...", kind="regex"
@@ -169,52 +166,44 @@ class Config:
         kind="regex",
     )
     replay_mb: int = setting(
-        64,
-        "memory for replay in MB, and one to three times that for turns read before; the least recently used goes first",
-        low=1,
-        high=65536,
+        64, "memory for replay in MB, and as much for turns read before; old ones go", 1, 65536
     )
     ledger_mb: int = setting(
-        64, "memory for the prompts that explain compares with, in MB", low=1, high=65536
+        64, "memory for the prompts that explain compares with, in MB", 1, 65536
     )
     keep_requests: int = setting(
-        50, "requests kept for the status page, with their bodies", low=0, high=10000
+        50, "requests kept for the status page, with their bodies", 0, 10000
     )
     warn_reuse: float = setting(
-        0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1
+        0.5, "warn when the hit rate of the last 20 requests falls below this", 0, 1
     )
     capture_file: str = setting(
         "", "append every request to this file as JSON lines (mode 0600, secrets replaced)"
     )
     capture_mb: int = setting(
-        100, "size at which the capture is rotated, one old file is kept", low=1, high=1000000
+        100, "size at which the capture is rotated, one old file is kept", 1, 1000000
     )
     warmup_file: str = setting(
         "", "remember the heads of recent conversations here and read them in after a start"
     )
-    warmup_heads: int = setting(4, "how many heads are remembered", low=1, high=64)
+    warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
     keepalive_seconds: int = setting(
-        0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000
+        0, "repeat the newest head after this much idle time; 0: off", 0, 864000
     )
     connect_timeout: float = setting(
-        5.0, "seconds to wait for a connection to the server", low=0.05, high=600
+        5.0, "seconds to wait for a connection to the server", 0.05, 600
     )
     read_timeout: float = setting(
-        3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000
+        3600.0, "seconds without a byte from the server before giving up", 0.05, 864000
     )
     header_timeout: float = setting(
-        15.0, "seconds a client may take to send a request's head", low=0.05, high=3600
+        15.0, "seconds a client may take to send a request's head", 0.05, 3600
     )
-    max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
+    max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(
-        2048,
-        "client connections at a time; idle and slow ones give way, else 503",
-        low=1,
-        high=100000,
+        2048, "client connections at a time; idle and slow ones give way, else 503", 1, 100000
     )
-    allowed_hosts: str = setting(
-        "", "more names that the Host header may carry, separated by commas"
-    )
+    allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
     log_level: str = setting(
         "info", "how much is logged", choices=("debug", "info", "warning", "error")
     )
@@ -227,27 +216,25 @@ class Config:
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
         vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        ours = len(hosts) == 1 or (
-            vague and all(host in vague or is_loopback(host) for host in hosts)
-        )
-        if (
-            ours and port == self.listen_port
-        ):  # each request would come back until MAX_CONNECTIONS is reached
-            raise ConfigError(
-                f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT"
-            )
+        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        if port == self.listen_port and (here or len(hosts) == 1):
+            fault = "must not be kvproxy's own address; set LISTEN_PORT"
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
-            name = item.name.upper()
-            if item.metadata.get("kind") == "regex":
-                values[item.name] = _patterns(item, environ)
-            elif text := environ.get(name, "").strip():
-                values[item.name] = _convert(item, text)
-                _check(item, name, values[item.name], text)
+            for name in _variables(item, environ):
+                if not (text := environ[name].strip()):
+                    continue
+                if item.metadata.get("kind") == "regex":
+                    value: Any = (environ[name],)
+                    values[item.name] = values.get(item.name, ()) + value
+                else:
+                    value = values[item.name] = _convert(item, text)
+                _check(item, name, value, environ[name])
         return cls(**values)
 
     @classmethod
@@ -256,30 +243,39 @@ class Config:
         rows = []
         for item in dataclasses.fields(cls):
             default: Any = item.default
-            text = (
-                f"{default:g}" if isinstance(default, (int, float)) else default or ""
-            )  # True is 1, () is empty
-            rows.append((item.name.upper(), text, item.metadata["help"]))
+            shown = f"{default:g}" if isinstance(default, (int, float)) else default or ""
+            rows.append((item.name.upper(), shown, item.metadata["help"]))
         return rows
 
 
+def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
+    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
+    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
+    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
+        if close and not is_setting(variable):
+            yield variable, close[0]
+
+
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
 _WORDS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_TYPES = {
-    bool: "0 or 1",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a tuple of texts",
-}
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -294,67 +290,17 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     return text.lower() if "choices" in item.metadata else text
 
 
-# A host (a name, an address) with a port, and perhaps a path.
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
-
-
-def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
-    found = []
-    for name, text in environ.items():
-        match = re.fullmatch(item.name.upper() + r"(?:_([0-9]+))?", name)
-        if match and text:
-            _check(item, name, (text,), text)
-            found.append((int(match[1] or 1), name, text))
-    return tuple(text for _, _, text in sorted(found))
-
-
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    for item in dataclasses.fields(Config):
-        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-        if re.fullmatch(item.name.upper() + more, name):
-            return True
-    return False
-
-
-def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
-    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
-    names = [item.name.upper() for item in dataclasses.fields(Config)]
-    for variable in environ:
-        bare = variable.upper().removeprefix("KVPROXY_")
-        for name in names if not is_setting(variable) else ():
-            if bare == name or one_edit(bare, name):
-                yield variable, name
-
-
-def one_edit(a: str, b: str) -> bool:
-    """Whether two words differ in one letter, or in the order of two neighbours."""
-    at = common_prefix(a, b)
-    a, b = a[at:], b[at:]
-    return a != b and (
-        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
-    )
-
-
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow; `given` is how it was
-    written."""
+    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
     if fault := _fault(item, value):
         raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    default: Any = item.default
-    wanted, check, kind = type(default), item.metadata, item.metadata.get("kind")
-    fits = (
-        value in (0, 1)
-        if wanted is bool
-        else isinstance(value, (int, float) if wanted is float else wanted)
-    )
-    if not fits:
+    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
+    types = (int, float) if wanted is float else wanted
+    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
         return f"must be {_TYPES[wanted]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
@@ -381,12 +327,11 @@ def _is_host(value: str) -> bool:
 def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        named = (
-            parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
-        )
+        named = parts.port != 0 and _is_host(parts.hostname or "")
     except ValueError:  # a port that is no number, a bracket too few
         return False
-    return named and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
+    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
+    return named and known and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ==================================================================================================
@@ -412,17 +357,16 @@ DIALECTS = {
     "completions": Dialect("completions", "", "prompt", "", False),
     "completion": Dialect("completions", "", "prompt", "", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so
-# they get its edits.
+# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
     re.ASCII,
 )
-TEXT_PARTS = (
-    "text",
-    "input_text",
-    "output_text",
-)  # a tuple: what a client sends as its type need not be hashable
+TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
+UNSAID_PARTS = (
+    *TEXT_PARTS,
+    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
+)
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ITEM_ROLES = {  # Responses items that are no messages
@@ -460,11 +404,8 @@ class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
     for text beside it.
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user
-    message that only carries tool results has the role tool.
-
-    Requests that repeat a turn share it, with what was found out about it; so only an own() copy
-    may be changed."""
+    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
+    turn share it, with what was found out about it, so only an own() copy may be changed."""
 
     role: str
     holder: Json
@@ -506,7 +447,7 @@ class Turn:
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
         found = []
-        for index, part in enumerate(content if isinstance(content, list) else ()):
+        for index, part in enumerate(listed(content)):
             if isinstance(part, str):
                 found.append(Slot(self, content, index))
             elif isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -515,24 +456,7 @@ class Turn:
         return found
 
     def text(self) -> str:
-        slots = self.slots()
-        return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
-
-
-_sorted_json = json.JSONEncoder(sort_keys=True).encode
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    "thinking",
-    "redacted_thinking",
-    "reasoning",
-    "reasoning_text",
-    "summary_text",
-)
-
-
-def bare(part: Json) -> Json:
-    """A content part, item or tool without what llama-server does not read."""
-    return {key: value for key, value in part.items() if key != "cache_control"}
+        return "\n".join([slot.get() for slot in self.slots()])
 
 
 @dataclasses.dataclass(slots=True)
@@ -550,9 +474,8 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system or developer messages."""
-        return next(
-            (i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns)
-        )
+        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
+        return next(others, len(self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -571,44 +494,35 @@ class View:
 
     def dump(self) -> bytes:
         """The body as JSON, with the turns that nobody changed in the bytes they came in."""
-        key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # The hole is unmistakable: parse() lets none through, and within a text the quotes before
-        # it would be escaped.
-        mark = b'"%s":' % key.encode()
-        head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
-        return b"".join(
-            (head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail)
-        )
+        values = {key: value for key, value in self.body.items() if key != self.dialect.turns}
+        turns = b'"%s":[' % self.dialect.turns.encode()
+        turns += b",".join([turn.json() for turn in self.turns]) + b"]}"
+        return dump(values)[:-1] + (b"," if values else b"") + turns
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of `messages` or `input`."""
+    """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
+    tool results has the role tool."""
     known, name = (ROLES, item["role"]) if "role" in item else (ITEM_ROLES, item.get("type"))
     role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
-    content = item.get("content")
-    parts = content if role == "user" and isinstance(content, list) else []
-    if parts and all(
-        isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
-    ):
+    parts = listed(item.get("content")) if role == "user" else []
+    if parts and all(members(part).get("type") == "tool_result" for part in parts):
         role = "tool"
-    return Turn(
-        role, item, "output" if "output" in item and "content" not in item else "content", item
-    )
+    key = "output" if "output" in item and "content" not in item else "content"
+    return Turn(role, item, key, item)
 
 
 def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body, or None when its shape is not the dialect's (such a body is
-    forwarded untouched)."""
+    """The view of a parsed body; None when its shape is not the dialect's."""
     if not isinstance(body, dict):
         return None
-    head = []
+    head, items = [], body.get(dialect.turns)
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
         if not head[0].slots():
             return None
-    items = body.get(dialect.turns)
     if isinstance(items, str) and dialect.turns in ("input", "prompt"):
         return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
     if not isinstance(items, list):
@@ -622,8 +536,8 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    stored = ("previous_response_id", "conversation")
-    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
+    stored = view.body.get("previous_response_id") or view.body.get("conversation")
+    if stored and view.dialect.name == "responses":
         return True
     return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
 
@@ -650,7 +564,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Json:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if not abs(number) < float("inf"):  # NaN neither
+    if not math.isfinite(number):
         raise Unreadable(f"no finite number ({text[:20]})")
     return number
 
@@ -658,24 +572,8 @@ def _finite(text: str) -> float:
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _STRICT: Json = {"object_pairs_hook": _pairs, **_FINITE}
 _parse_at = json.JSONDecoder(**_STRICT).raw_decode
-HOLE = float(
-    "-inf"
-)  # stands in a body where its turns were, as -Infinity; a client's own is refused
-
-
-def _hole(name: str) -> float:
-    return HOLE if name == "-Infinity" else _finite(name)
-
-
-_parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
-LIST_START = {
-    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode())
-    for key in ("messages", "input")
-}
-ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-PARSE_LIMIT = (
-    32 << 20
-)  # bytes; parsing takes several times a body's size, and no context window holds so much text
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
+PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
 
 def parse(raw: bytes | bytearray) -> Json:
@@ -704,137 +602,100 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
+def bare(part: Json) -> Json:
+    """A content part, item or tool without what llama-server does not read."""
+    return {key: value for key, value in part.items() if key != "cache_control"}
+
+
+HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
+LIST_START = {
+    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+":))')
+    for key in ("messages", "input")
+}
+ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
-    Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
+    threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
         self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             with contextlib.suppress(ValueError, RecursionError):
-                return self.split(raw, dialect)
+                return self.split(raw.decode(), dialect)
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body in the usual spelling: without line breaks, and each turn begins with
-        the same member. Raises ValueError or RecursionError where that does not work out, or the
-        body is not JSON."""
-        found = LIST_START[dialect.turns].search(raw)
+    def split(self, text: str, dialect: Dialect) -> View:
+        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
+        does not work out."""
+        key = dialect.turns
+        found = LIST_START[key].search(text)
         if found is None:
             raise Unreadable("not the usual spelling")
-        start, opening = found.start(1), found[2]
-        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
-        text = f"{raw[:start].decode()}-Infinity{after}"
-        body = _parse_holed(text)
-        if (
-            text.count("-Infinity") != 1
-            or not isinstance(body, dict)
-            or body.get(dialect.turns) is not HOLE
-        ):
-            raise Unreadable("not the usual spelling")
-        view = view_of({**body, dialect.turns: []}, dialect)
+        turns, end = self.read(text, found.end(), found[1])
+        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}'.encode())
+        if body.get(key) != HOLE:
+            raise Unreadable("the list is another's")
+        view = view_of({**body, key: []}, dialect)
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
-    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
-        """The turns that `data` begins with, and what follows the list."""
+    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
+        with `opening`, as a rule, so that known ones are found without parsing."""
+        border = "}, " if "}, " + opening in text else "},"
         turns: list[Turn] = []
-        at = wasted = 0
+        end = 0
         while True:
-            end, comma = next_item(data, opening, at)
-            first = not turns and not dialect.system
-            turn = self.recall(data[at : end - comma], first) if comma else None
+            turn = None
+            if end <= at:  # each end is tried once, so that all tries together cost little
+                end = text.find(border + opening, at) + 1 or len(text)
+                turn = self.known.get(text[at:end].encode())
             if turn is not None:
-                turns.append(turn)
                 at = end
-                continue
-            item, raw, decoded = parse_item(data, at, end, opening)
-            behind = ITEM_END.match(data, at + len(raw))
-            wasted += decoded - len(raw)
-            if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
+            else:
+                item, length = _parse_at(text, at)
+                turn = self.turn(item, text[at:length].encode())
+                at = length
+            turns.append(turn)
+            behind = ITEM_END.match(text, at)
+            if behind is None:
                 raise Unreadable("not the usual spelling")
-            turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
-            if behind[1] == b"]":
-                return turns, data[at:].decode()
+            if behind[1] == "]":
+                return turns, at
 
-    def recall(self, raw: bytes, first: bool) -> Turn | None:
-        """The turn in these bytes, if it is known; but what is cut out of a system text depends on
-        those before it."""
-        turn = self.known.get(raw)
-        return None if turn is None or (turn.role == "system" and not first) else turn
-
-    def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
-        """A new turn, scrubbed and remembered where recall() may find it."""
-        turn = turn_of(item)
-        turn.raw = raw
-        if turn.role != "system" or first:
-            if turn.role in ("user", "system") and self.scrubber is not None:
-                turn.counts = self.scrubber.edit(turn, True)
-            self.keep(raw, turn)
-        return turn
-
-    def keep(self, raw: bytes, turn: Turn) -> None:
-        size = turn_size(raw)
-        if size > self.limit >> 1:
-            return  # all others would have to go
-        self.size += size
-        self.known[raw] = turn
-        while self.size > self.limit:
-            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
-                oldest = next(iter(self.known))
-                del self.known[oldest]
-                self.size -= turn_size(oldest)
-
-
-def turn_size(raw: bytes) -> int:
-    """About the bytes that a turn takes, which was read from these."""
-    return 1500 + 3 * len(raw)
-
-
-def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
-    """Where the item behind the one at `at` may begin, and the length of the comma and space before
-    it; else the end, and 0. An opening's first quote stands in no text, where it would be escaped;
-    but it may stand within an item."""
-    while (at := data.find(opening, at + 1)) >= 0:
-        if data[at - 2 : at] == b"},":
-            return at, 1
-        if data[at - 3 : at] == b"}, ":
-            return at, 2
-    return len(data), 0
-
-
-def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
-    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were
-    decoded to find it. Raises ValueError, RecursionError."""
-    decoded = 0
-    while True:
-        text = data[at:end].decode()
-        decoded += end - at
-        try:
-            item, length = _parse_at(text, 0)
-        except json.JSONDecodeError:
-            if end == len(data):
-                raise
-            end, _ = next_item(
-                data, opening, at + 2 * (end - at)
-            )  # doubled, all tries together cost little
-            continue
+    def turn(self, item: Any, raw: bytes) -> Turn:
+        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's: what is
+        cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
-        return item, text[:length].encode(), decoded
+        if known := self.known.get(raw):
+            return known
+        turn = turn_of(item)
+        turn.raw = raw
+        if turn.role == "user" and self.scrubber is not None:
+            turn.counts = self.scrubber.edit(turn, True)
+        size = 1500 + 3 * len(raw)  # bytes, roughly
+        if size <= self.limit:
+            if self.size + size > self.limit:  # start anew, which costs one slow request
+                self.known, self.size = {}, 0
+            self.known[raw] = turn
+            self.size += size
+        return turn
 
 
 @dataclasses.dataclass
@@ -861,10 +722,8 @@ class Report:
         return bool(counts)
 
     def edits(self) -> int:
-        return (
-            self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
-            + self.lifted + self.replayed + self.dropped + self.tools_restored
-        )  # fmt: skip
+        about = ("items", "items_modified", "note")
+        return sum(number for name, number in vars(self).items() if name not in about)
 
 
 # ==================================================================================================
@@ -1197,14 +1056,18 @@ class Scrubber:
         for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limits(view)
-        seen_system = False
-        for turn in view.all():
+        seen = False  # a system text
+        for index, turn in enumerate(view.all(), -len(view.head)):
             if turn.role not in ("system", "user"):
                 continue
-            if turn.counts is None:
-                turn.counts = self.edit(turn, not seen_system)
-            seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(turn.counts)
+            counts = turn.counts
+            if counts is None:
+                turn = turn.own()
+                counts = self.edit(turn, not seen)
+            if counts and index >= 0:
+                view.turns[index] = turn
+            seen = seen or (turn.role == "system" and bool(turn.slots()))
+            report.items_modified += report.count(counts)
         if self.stamps and from_openclaw(view):
             self.drop_stamps(view, report)
         if report.billing_removed:
