@@ -838,7 +838,7 @@ def inbound_objects(text: str) -> Iterator[int]:
     for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
         start = mark.start()
         room = max(0, start - INBOUND_ROOM)
-        for _ in range(8):
+        for _ in range(16):
             start = text.rfind("{", room, start)
             if start < 0:
                 break
