@@ -958,7 +958,7 @@ class Scrubber:
             counts = turn.counts
             if counts is None:
                 turn = turn.own()
-                counts = self.edit(turn, not seen_system)
+                turn.counts = counts = self.edit(turn, not seen_system)
             if counts and at >= 0:
                 view.turns[at] = turn
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
