@@ -13234,9 +13234,12 @@ params.verbosity = 4
 server = xllamacpp.Server(params)
 sys.stdin.read()
 """
-# The model's file has no template of its own; this one prints tools behind the system prompt.
+# The model's file has no template of its own; this one prints tools behind the system prompt and,
+# asked for thoughts, an empty one in front of the answers behind the last user turn, as Qwen3.5's.
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
     "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -13363,6 +13366,60 @@ def test_real_openclaw_conversation(
         assert row["reused"] <= 0.05 * row["prompt"]
     for row in told["through"][1:]:
         assert row["reused"] >= 0.95 * row["prompt"]
+
+
+def test_real_template_and_slot_as_causes(llama: Llama) -> None:
+    """What is extended was reused to 64 tokens of what the server told; a template that renders old
+    turns otherwise and a slot that was taken are told apart, with the place and the numbers."""
+    body: dict[str, Any] = {"model": "m", "max_tokens": 1, "tools": real_tools("chat")}
+    body["chat_template_kwargs"] = {"thoughts": True}
+    turns = [
+        {"role": "system", "content": real_system("Cid", 300)},
+        {"role": "user", "content": "Go."},
+    ]
+    steps = [list(turns)]
+    for step in (1, 2):
+        function = {"name": "read", "arguments": json.dumps({"path": f"f{step}"})}
+        call = {"id": f"call_{step}", "type": "function", "function": function}
+        turns.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        turns.append(
+            {"role": "tool", "tool_call_id": call["id"], "content": kvproxy.filler(200, step)}
+        )
+        steps.append(list(turns))
+    turns += [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now?"}]
+    steps.append(list(turns))
+    other = [
+        {"role": "system", "content": real_system("Dan", 300)},
+        {"role": "user", "content": "Hi."},
+    ]
+    turns = [
+        *turns,
+        {"role": "assistant", "content": "That."},
+        {"role": "user", "content": "Well?"},
+    ]
+    steps += [other, turns]
+    with Proxy(Config(backend_url=llama.url, listen_port=0, log_level="error")) as proxy:
+        for count, messages in enumerate(steps, 1):
+            real_post(proxy.url, PATHS["chat"], {**body, "messages": messages})
+            slowly(lambda: proxy.metrics.number >= count, "the verdict")  # noqa: B023
+        found = list(proxy.metrics.recent)
+    verdicts = [exchange.verdict for exchange in found]
+    assert [verdict.name for verdict in verdicts] == [
+        "cold",
+        "extended",
+        "extended",
+        "template",
+        "cold",
+        "lost",
+    ]
+    for before, exchange in zip(found, found[1:3], strict=False):
+        assert abs(exchange.usage.cached - before.usage.prompt) < 64
+    assert (
+        verdicts[3].where == "turn 2 (assistant)" and verdicts[3].expected == found[2].usage.prompt
+    )
+    assert verdicts[5].kind == "taken" and verdicts[5].expected == found[3].usage.prompt
+    assert "another conversation came in between" in verdicts[5].advice
+    print("\n" + "\n".join(f"{verdict.title()}: {verdict.line()}" for verdict in verdicts))
 
 
 def moving_context(mark: str) -> list[dict[str, Any]]:
