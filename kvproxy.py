@@ -2822,7 +2822,8 @@ class Usage:
         )
 
 
-USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
+# What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
+USAGE_KEYS = {
     **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
     **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
     **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
@@ -2834,7 +2835,8 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
     },  # llama.cpp's result_timings::to_json
 }
 USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
+# Events that hold numbers, at each end of a window: where each has some, they are running totals.
+USAGE_TRIES = 8
 IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
 ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 value_at = json.JSONDecoder().raw_decode
@@ -2974,8 +2976,8 @@ class Segment(NamedTuple):
     text: str
 
 
-# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts are
-# compared as a whole where that takes one pass.
+# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts
+# are compared as a whole where that takes one pass.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
@@ -3105,8 +3107,9 @@ def common_suffix(a: str, b: str) -> int:
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b1[6-9]\d{8}(?:\d{3})?\b"
-    rf"|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
@@ -3307,7 +3310,7 @@ class Ledger:
     """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
-    MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
+    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -3614,7 +3617,8 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
+        # The change did not reach the prompt, or the server had read this one before.
+        verdict.name = "extended"
     if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
@@ -3645,29 +3649,34 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
 
 
-ADVICE = {  # what happened -> why or what helps | a setting that helps | how; what is set is not named
-    "away": "the server was away in between (restart or crash)"
-    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+# What happened -> why or what helps | a setting that helps | how; what is set is not named.
+ADVICE = {
+    "away": "the server was away in between (restart or crash)|warmup_file|WARMUP_FILE has it"
+    " read the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a"
-    " hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
-    " --ctx-checkpoints), or the chat template renders old turns in another way",
-    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
-    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the"
+    " model is a hybrid, recurrent or sliding-window one without a checkpoint there"
+    " (--ctx-checkpoints, --swa-full)",
+    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and"
+    " sliding-window models: --ctx-checkpoints), or the chat template renders old turns in"
+    " another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file)"
+    " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "system": "the client writes this part of its system prompt anew",
     "tools": "keep the list of tools the same for the length of a conversation",
     "tool": "keep a tool's description the same for the length of a conversation",
-    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may read all again",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
+    " read all again",
     "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was no checkpoint"
-    " in front of the change: --ctx-checkpoints, --swa-full",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a larger host"
-    " cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation took the slot",
-    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from each other:"
-    " -sps above sim keeps those apart, at the price that new conversations start cold",
+    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was"
+    " no checkpoint in front of the change: --ctx-checkpoints, --swa-full",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
+    " larger host cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation"
+    " took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
+    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
 }  # fmt: skip
 
 
@@ -3697,7 +3706,8 @@ def taken_advice(case: Case, own: float) -> str:
     if shared <= 0.1:
         return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
     size = other.tokens or other.length() // 4
-    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f}) and so was given this slot"
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
+    told += " and so was given this slot"
     wanted = math.ceil(100 * shared + 1) / 100
     apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
@@ -3709,7 +3719,8 @@ def taken_advice(case: Case, own: float) -> str:
     return f"{told}: {one_slot if slots == 1 else apart}"
 
 
-SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
+# In the last turn, or in the system prompt of a request that nobody has answered yet.
+SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
     r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"

@@ -13412,7 +13412,7 @@ def test_real_template_and_slot_as_causes(llama: Llama) -> None:
         "cold",
         "lost",
     ]
-    for before, exchange in zip(found, found[1:3], strict=False):
+    for before, exchange in itertools.pairwise(found[:3]):
         assert abs(exchange.usage.cached - before.usage.prompt) < 64
     assert (
         verdicts[3].where == "turn 2 (assistant)" and verdicts[3].expected == found[2].usage.prompt
