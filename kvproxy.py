@@ -623,9 +623,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
     stored = ("previous_response_id", "conversation")
-    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
-        return True
-    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+    if view.dialect.name != "responses":
+        return False
+    return any(view.body.get(key) for key in stored) or any(
+        turn.item and turn.item.get("type") == "item_reference" for turn in view.turns
+    )
 
 
 def guess_dialect(body: Json) -> Dialect:
@@ -639,6 +641,10 @@ def guess_dialect(body: Json) -> Dialect:
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
+
+
+class TooMany(Unreadable):
+    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -718,8 +724,12 @@ class Reader:
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 return self.split(raw, dialect)
+            except TooMany:
+                raise
+            except (ValueError, RecursionError):
+                pass
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
@@ -760,6 +770,7 @@ class Reader:
                 turns.append(turn)
                 at = end
                 continue
+            check_limit("turns", len(turns))
             item, raw, decoded = parse_item(data, at, end, opening)
             behind = ITEM_END.match(data, at + len(raw))
             wasted += decoded - len(raw)
@@ -883,7 +894,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise Unreadable(f"too many {what}")
+        raise TooMany(f"too many {what}")
 
 
 def check_limits(view: View) -> None:
@@ -891,7 +902,8 @@ def check_limits(view: View) -> None:
     check_limit("turns", len(view.turns))
     check_limit("tools", len(listed(view.body.get("tools"))))
     for turn in view.all():
-        check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+        if turn.said is None:  # else it was checked in an earlier request
+            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -1350,7 +1362,9 @@ def system_first(
         return  # in order
     if any((turn.item or {}).get("name") for turn in systems):
         return
-    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
+    if not all(turn.slots() for turn in view.head + systems) or any(
+        beside_texts(turn)[0] for turn in systems
+    ):
         return  # a system message without text, or with more than text: an unknown shape
     leading, worth = view.leading(), pays(view)
     count = 1 if leading and not view.head else 0
@@ -1391,7 +1405,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     waiting: list[str] = []
     like: Turn | None = None  # a system message: what is written anew has its form
     for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and index:
+        if turn is not None and turn.role == "system" and (index or view.head):
             waiting.append(reminder(turn.text()))
             like = turn
             report.system_moved += 1
@@ -1725,6 +1739,7 @@ PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of li
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
+MOST_COMPARED = 256  # records that are held against a request
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1786,7 +1801,8 @@ class Unit:
     unit of a request has only carriers: those in front of everything else."""
 
     __slots__ = (
-        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
+        "words",
     )  # fmt: skip
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
@@ -1794,7 +1810,8 @@ class Unit:
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
+        first = said[0] if said else Said(0, 0)
+        self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
         self.inserted = NOTHING  # what kvproxy set down in it, by label
         self.stored: Stored | None = None  # as it was sent before
         self.dropped = False  # a carrier of it is not sent
@@ -1812,6 +1829,7 @@ class Unit:
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
         self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+        self.calls = tuple([call for one in self.said for call in one.calls])
 
     def part(self) -> list[Unit]:
         """Take its carriers away, as units of their own, in which somebody speaks."""
@@ -1821,12 +1839,6 @@ class Unit:
             units.append(Unit("user", [turn], [said]))
         self.carriers, self.said = [], self.said[: len(self.turns)]
         return units
-
-    def calls(self) -> tuple[Call, ...]:
-        """Of tool calls, or of the results."""
-        if len(self.said) == 1:
-            return self.said[0].calls
-        return tuple([call for one in self.said for call in one.calls])
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -2035,34 +2047,28 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return Said(0, 0)
-        pieces = beside_texts(turn)
-        words = [piece.words for piece in pieces]
-        whole = [piece.whole for piece in pieces]
+        beside, more = beside_texts(turn)
+        plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
-            text = turn.text().strip()
-            return Said(
-                hash((turn.role, text, *words)),
-                hash((turn.role, text, *whole)),
-                calls=calls_of(turn),
-            )
+            said = hash((turn.role, plain_text, *beside))
+            return Said(said, said, calls=calls_of(turn))
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
-        plain = turn.text().strip()
         carrier = False
-        if plain and not text and not pieces:
+        if plain_text and not text and not beside:
             carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
             if not carrier:  # a person may have typed it
-                text, blocks = plain, []
+                text, blocks = plain_text, []
         return Said(
-            hash(("user", text, *sorted(words))) if text or pieces else 0,
-            hash(("user", plain, *whole)),
-            tuple(blocks),
-            carrier,
-            bool(text) or any(not piece.result for piece in pieces),
-            digest(text),
-            calls_of(turn),
-            len(plain),
+            words=hash(("user", text, *sorted(beside))) if text or beside else 0,
+            whole=hash(("user", plain_text, *beside)),
+            blocks=tuple(blocks),
+            carrier=carrier,
+            speaks=bool(text) or more,
+            opening=digest(text),
+            calls=calls_of(turn),
+            size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
@@ -2130,18 +2136,23 @@ class Replay:
         match = self.find(units, places)
         while 0 < match.depth < len(units) and units[match.depth].role == "tool":
             match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
-            if restored_bytes(units) > size + SLACK:
-                match = self.let_go(units, match)
+            kept = [at for at in match.record.kept if at < match.depth]
+            if restored_bytes([units[at] for at in kept]) > size + SLACK:
+                self.overflowed(Trace(line=match.line))
+                match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
         self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
-        kept = match.record.kept if match.record is not None else []
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
-            unit.stored = None
-        report.replayed += sum([restore(unit) for unit in units[:depth]])
+            unit.stored = None  # it goes as it came
+        for unit in units[:depth]:
+            known = unit.stored
+            if known and (known.turns is not None or known.calls != unit.calls):
+                report.replayed += restore(unit, known)
         report.lifted += len(lifted)
         if pending:
             set_down(view, units, depth, pending)
@@ -2169,7 +2180,7 @@ class Replay:
                 continue
             for line in self.lines.at(places[at - 1]):
                 record = line.record
-                if record is not None:
+                if record is not None and len(found) < MOST_COMPARED:
                     reach = reach_of(units, record, at, now)
                     found.append((reach, line, record))
                     best = max(best, reach)
@@ -2213,14 +2224,6 @@ class Replay:
                 kept.append(carrier)
             if unit.dropped:
                 unit.carriers = kept
-
-    def let_go(self, units: list[Unit], match: Match) -> Match:
-        """Forget the line that has grown too long, and what it would have restored."""
-        if match.line is not None:
-            self.lines.drop(match.line)
-        for unit in units:
-            unit.stored = None
-        return Match()
 
     def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -2282,7 +2285,7 @@ class Replay:
             turns=turns,
             carriers=carriers,
             inserted=inserted,
-            calls=old.calls if old else unit.calls(),
+            calls=old.calls if old else unit.calls,
             heard=heard,
             private=old is not None or not PERSONAL.isdisjoint(inserted),
             size=sum([one.size for one in unit.said]),
@@ -2290,7 +2293,7 @@ class Replay:
         )
 
     def overflowed(self, trace: Trace) -> None:
-        """The server said that the context is full: a fresh start, without restored text."""
+        """The prompt is too long: a fresh start, without restored text."""
         if trace.line is not None:
             self.lines.drop(trace.line)
 
@@ -2441,14 +2444,11 @@ def restored_bytes(units: list[Unit]) -> int:
     return added
 
 
-def restore(unit: Unit) -> bool:
+def restore(unit: Unit, stored: Stored) -> bool:
     """Put a unit's stored form in its place; whether that changed anything.
 
     Answers and results stay as the client has them now, but for ids, names and order.
     """
-    stored = unit.stored
-    if stored is None:
-        return False
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
@@ -2641,7 +2641,7 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
     texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in unit.calls()]
+    calls = [plain(name) for name, _ in unit.calls]
     return letters("\n".join(texts)), frozenset(calls)
 
 
@@ -2671,41 +2671,53 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     return 0
 
 
-class Beside(NamedTuple):
-    """Something that a turn says beside its texts."""
-
-    words: int
-    whole: int
-    result: bool  # of a tool
+CALL_PARTS = ("tool_use", "tool_result")
 
 
-def beside_texts(turn: Turn) -> list[Beside]:
-    """Calls, results, images and names in a turn."""
-    item, content = turn.item or {}, turn.holder.get(turn.key)
-    said: list[Any] = []
-    results: list[Any] = []
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind == "tool_use":
-                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
-            elif kind == "tool_result":
-                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
-            elif kind not in UNSAID_PARTS:
-                said.append(_sorted_json(bare(part)))
-    elif content is not None and not isinstance(content, str):
-        said.append(_sorted_json(content))
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str  # of the id
+    named: Json | None  # has the name, or would
+    said: str  # the call's arguments, or its result
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
     for call in listed(item.get("tool_calls")):
-        function = members(members(call).get("function"))
-        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
-    for key in ("call_id", "tool_call_id"):
-        if key in item:
-            call = item.get("arguments", item.get("input"))
-            said.append((plain(item[key]), canonical(call)))
-    if turn.role == "user" and "name" in item:
-        said.append(("name", str(item["name"])))
-    pieces = [Beside(hash(one), hash(one), False) for one in said]
-    return pieces + [Beside(hash(one), hash(one), True) for one in results]
+        if isinstance(call, dict):
+            function = members(call.get("function"))
+            found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
+    for part in listed(item.get("content")):
+        kind = part.get("type") if isinstance(part, dict) else ""
+        if kind == "tool_use":
+            found.append(CallField(part, "id", part, canonical(part.get("input"))))
+        elif kind == "tool_result":
+            found.append(CallField(part, "tool_use_id", None, result_text(part.get("content"))))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item, ""))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        said = canonical(item.get("arguments", item.get("input")))
+        found.append(CallField(item, "call_id", named, said))
+    return found
+
+
+def beside_texts(turn: Turn) -> tuple[list[int], bool]:
+    """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
+    there is anything but results of tools among it."""
+    fields = call_fields(turn.item or {})
+    said: list[Any] = [(plain(field.holder.get(field.key)), field.said) for field in fields]
+    count = len(said)
+    content = turn.holder.get(turn.key)
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
+            said.append(_sorted_json(bare(part)))
+    if turn.role == "user" and "name" in (turn.item or {}):
+        said.append(str((turn.item or {})["name"]))
+    return [hash(one) for one in said], len(said) > count
 
 
 def canonical(arguments: Any) -> str:
@@ -2726,38 +2738,10 @@ def result_text(content: Any) -> str:
     return "\n".join(texts)
 
 
-class CallField(NamedTuple):
-    """Where an object says which call it is about."""
-
-    holder: Json
-    key: str
-    named: Json | None  # has the name, or would
-
-
-def call_fields(item: Json) -> list[CallField]:
-    """The places of an item that hold ids of calls, in order."""
-    found = []
-    for call in listed(item.get("tool_calls")):
-        if isinstance(call, dict):
-            function = call.get("function")
-            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
-    for part in listed(item.get("content")):
-        if isinstance(part, dict) and part.get("type") == "tool_use":
-            found.append(CallField(part, "id", part))
-        elif isinstance(part, dict) and part.get("type") == "tool_result":
-            found.append(CallField(part, "tool_use_id", None))
-    if "tool_call_id" in item:
-        found.append(CallField(item, "tool_call_id", item))
-    elif "call_id" in item:
-        named = item if str(item.get("type")).endswith("_call") else None
-        found.append(CallField(item, "call_id", named))
-    return found
-
-
 def calls_of(turn: Turn) -> tuple[Call, ...]:
     """(id, name) of the calls or results in a turn, in order."""
     calls = []
-    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+    for holder, key, named, _ in call_fields(turn.item or {}):
         calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
     return tuple(calls)
 
@@ -2765,7 +2749,7 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order in which they were sent first; whether that
     changed anything."""
-    mine = unit.calls()
+    mine = unit.calls
     if mine == first:
         return False
     spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
@@ -2777,7 +2761,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         if item is None or not (fields := call_fields(item)):
             turns.append((turns[-1][0] if turns else 0, turn))
             continue
-        for holder, key, named in fields:
+        for holder, key, named, _ in fields:
             _, holder[key], name = spelled[plain(holder[key])]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
