@@ -14116,7 +14116,7 @@ def test_warmup_hold_ends_when_the_client_leaves(
     rig: Callable[..., Rig], eager: None, tmp_path: Path, more: bytes
 ) -> None:
     """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
-    if more and not kvproxy.Pair.GONE:
+    if more and not kvproxy.HUNG_UP:
         pytest.skip("this system does not tell of a hang-up behind unread bytes")
     one = WarmReading(rig, tmp_path / "warm.json")
     peer = one.send(PATHS["chat"], warm_ann("chat"))
