@@ -2837,7 +2837,9 @@ class Tools:
             return
         listing = hash(json.dumps(tools))
         order = self.get("unchanged", listing)
-        if order is None:
+        for name in order or ():
+            self.get("form", name)  # it is in use
+        if order is None or self.get("order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
             if len(known) != len(names):
