@@ -2104,7 +2104,8 @@ def scrub_reminder(text: str) -> str:
 SCRUB_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 SCRUB_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 SCRUB_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
-SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
+ENV = "# Environment\nlinux"  # a message that is known to stay
+ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
     "in order": ("chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
     "no system": ("chat", scrub_turns(("user", "u"), ("assistant", "a")), None, 0),
     "only system": ("chat", scrub_turns(("system", "A")), None, 0),
@@ -2117,13 +2118,24 @@ SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came),
         "chat", scrub_turns(("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
         scrub_turns(("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
     ),
-    "the first in-message one is hoisted, later ones are folded": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", "v"), ("system", "C")),
-        scrub_turns(("system", "A\n\nB"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C"))), 2,
+    "the first in-message one is hoisted if it is known, later ones are folded": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C")),
+        scrub_turns(("system", f"A\n\n{ENV}"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C"))), 2,
     ),
     "hoisted without a leading one": (
-        "chat", scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a")),
-        scrub_turns(("system", "B"), ("user", "u"), ("assistant", "a")), 1,
+        "chat", scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a")),
+        scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a")), 1,
+    ),
+    "what is said for one turn is folded": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a")),
+        scrub_turns(("system", "A"), ("user", "u\n\n" + scrub_reminder("B")), ("assistant", "a")), 1,
+    ),
+    "only the very first is hoisted": (
+        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("system", ENV)),
+        scrub_turns(("system", "A"), ("user", f"u\n\n{scrub_reminder('B')}\n\n{scrub_reminder(ENV)}")), 2,
+    ),
+    "messages with a name stay": (
+        "chat", [*scrub_turns(("system", "A"), ("system", "B")), {"role": "system", "name": "example_user", "content": "C"}], None, 0,
     ),
     "behind an answer it is folded, not hoisted": (
         "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
@@ -2157,17 +2169,17 @@ SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came),
         "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
     ),
     "messages: into the system key": (
-        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("system", "B"), ("assistant", "a"), ("user", "v"), ("system", "C"))},
-        {"system": "A\n\nB", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C")))}, 2,
+        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C"))},
+        {"system": f"A\n\n{ENV}", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C")))}, 2,
     ),
     "messages: into the last block": (
         "messages", {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2", "cache_control": {}}],
-                     "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": "B"}]))},
-        {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2\n\nB", "cache_control": {}}],
+                     "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": ENV}]))},
+        {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": f"A2\n\n{ENV}", "cache_control": {}}],
          "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]))}, 1,
     ),
     "messages: a new system key": (
-        "messages", {"messages": scrub_turns(("user", "u"), ("system", "B"))}, {"messages": scrub_turns(("user", "u")), "system": "B"}, 1,
+        "messages", {"messages": scrub_turns(("user", "u"), ("system", ENV))}, {"messages": scrub_turns(("user", "u")), "system": ENV}, 1,
     ),
     "messages: behind a tool result": (
         "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
@@ -2183,7 +2195,7 @@ SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came),
         {"input": scrub_turns(("developer", "B\n\nC"), ("user", "u"))}, 1,
     ),
     "responses: hoisted into instructions": (
-        "responses", {"input": scrub_turns(("user", "u"), ("developer", "B"))}, {"input": scrub_turns(("user", "u")), "instructions": "B"}, 1,
+        "responses", {"input": scrub_turns(("user", "u"), ("developer", ENV))}, {"input": scrub_turns(("user", "u")), "instructions": ENV}, 1,
     ),
     "responses: behind a call": (
         "responses", {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
@@ -2193,9 +2205,9 @@ SCRUB_ROLES = {  # name: dialect, request, what is forwarded (None: as it came),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCRUB_ROLES)
-def test_scrub_system_first(name: str) -> None:
-    dialect, before, after, moved = SCRUB_ROLES[name]
+@pytest.mark.parametrize("name", ROLES_FORMS)
+def test_roles_forms(name: str) -> None:
+    dialect, before, after, moved = ROLES_FORMS[name]
     body = {"messages": before} if isinstance(before, list) else before
     wanted = body if after is None else {"messages": after} if isinstance(after, list) else after
     result, report = scrubbed(body, dialect)
@@ -2206,7 +2218,7 @@ def test_scrub_system_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
+def test_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
     raw = json.dumps(
         scrub_body(
             dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")
@@ -2226,12 +2238,12 @@ def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("leading", [True, False])
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_system_first_is_append_only(dialect: str, leading: bool) -> None:
+def test_roles_are_append_only(dialect: str, leading: bool) -> None:
     """A conversation grows turn by turn, with system messages in every place; each request begins
     with the last one."""
     story = [("system", "S")] if leading else []
     steps = [
-        [("user", "u1"), ("system", "E")],
+        [("user", "u1"), ("system", ENV)],
         [("assistant", "a1"), ("user", "u2")],
         [("assistant", "a2"), ("system", "note 1"), ("user", "u3")],
         [("assistant", "a3"), ("user", "u4"), ("system", "note 2")],
@@ -2280,12 +2292,12 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
     body = {
         "max_tokens": 5,
         "messages": scrub_turns(
-            ("user", "u"), ("system", "B"), ("assistant", "a"), ("user", MARK + "v")
+            ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
         ),
     }
     wanted = {
         "max_tokens": 5,
-        "messages": scrub_turns(("system", "B"), ("user", "u"), ("assistant", "a"), ("user", "v")),
+        "messages": scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")),
     }
     assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
 
