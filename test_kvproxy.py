@@ -2162,6 +2162,14 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
         "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
         scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
     ),
+    "between a call and its result": (
+        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("tool", "r"), ("tool", "s"), ("user", "v")),
+        scrub_turns(("user", "u"), ("assistant", "a"), ("tool", "r"), ("tool", "s"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+    ),
+    "messages: between a call and its result": (
+        "messages", {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
+        {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+    ),
     "a system message with more than text": (
         "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
     ),
@@ -2868,10 +2876,8 @@ def test_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> N
     for text in ("x" * 2000, "# Environment\nlinux"):
         prompt = client.send([("system", text), ("user", text[:3])])
         assert prompt == [f"system\n{RP_SYSTEM}\n\n{text}", f"user\n{text[:3]}"]
-    prompt = client.send([("user", "one"), ("system", "# Environment\nlinux")])
-    assert prompt == [f"system\n{RP_SYSTEM}\n\n# Environment\nlinux", "user\none"]
     prompt = client.send([("user", "one"), ("system", "# Environments differ: ask.")])
-    assert prompt[0] == f"system\n{RP_SYSTEM}\n\n# Environments differ: ask." or len(prompt) == 2
+    assert prompt[0] == f"system\n{RP_SYSTEM}"
 
 
 def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpClient) -> None:
@@ -2919,31 +2925,6 @@ def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) 
         before = client.extends(before, turns)
 
 
-def test_roles_between_call_and_result_a_message_goes_behind_the_result(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "hi"), ("calls", ["c1", "c2"]), ("system", "Slowly.")]
-    prompt = client.send([*turns, ("results", ["c1", "c2"])])
-    text = "\n".join(prompt)
-    assert text.index("found c2") < text.index(rp_reminder("Slowly."))
-    assert client.rig.server.seen[-1].body.count(b"Slowly.") == 1
-    wanted = client.came([*turns[:2], ("results", ["c1", "c2"])])
-    kept = [item.replace("\n" + rp_reminder("Slowly."), "") for item in prompt]
-    assert kept[: len(wanted)] == wanted, "nothing stands between them"
-
-
-def test_roles_messages_with_a_name_are_examples(chat: RpClient) -> None:
-    messages = [
-        {"role": "system", "content": "Translate jargon."},
-        {"role": "system", "name": "example_user", "content": "Let us circle back."},
-        {"role": "system", "name": "example_assistant", "content": "Let us talk later."},
-        {"role": "user", "content": "Synergies."},
-    ]
-    data = json.dumps({"messages": messages}).encode()
-    chat.post(data)
-    assert chat.raw == data
-    del messages[1]["name"], messages[2]["name"]
-    assert len(chat.post({"messages": messages})["messages"]) == 2
-
-
 @pytest.mark.parametrize("more", [
     {"previous_response_id": "r1"}, {"conversation": "c1"}, {"input": [{"type": "item_reference", "id": "x"}]},
 ])  # fmt: skip
@@ -2973,58 +2954,25 @@ RP_GIT = (
 )
 RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("OpenClaw: Current date", "Current date: 2026-12-01"),
-    (
-        "OpenClaw: runtime",
-        f"Runtime: agent=main | session=agent:main:main | sessionId={RP_UUID} | host=box | channel=web",
-    ),
-    (
-        "OpenClaw: sessions",
-        "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y",
-    ),
-    (
-        "Claude Code: git status",
-        RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
-    ),
-    (
-        "Claude Code: git status",
-        RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first",
-    ),
+    ("OpenClaw: runtime", f"Runtime: agent=main | session=agent:main:main | sessionId={RP_UUID} | host=box | channel=web"),
+    ("OpenClaw: sessions", "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y"),
+    ("Claude Code: git status", RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
+    ("Claude Code: git status", RP_GIT + " M app.py\n?? notes.txt\n\nRecent commits:\n1a2b3c4 first"),
     ("Claude Code: git status", RP_GIT + "(clean)"),
-    (
-        "Claude Code: git status",
-        RP_GIT + "M a.py\n... (truncated, run git status)\n\nRecent commits:\n1a2b3c4 a",
-    ),
+    ("Claude Code: git status", RP_GIT + "M a.py\n... (truncated, run git status)\n\nRecent commits:\n1a2b3c4 a"),
     ("Claude Code: git status", "gitStatus: This directory is new.\nCurrent branch: trunk"),
     ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01."),
     ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01 (Tuesday)."),
-    (
-        "Claude Code, Vibe, Home Assistant: Today's date",
-        "Current time is 07:05:09. Today's date is 2026-12-01.",
-    ),
+    ("Claude Code, Vibe, Home Assistant: Today's date", "Current time is 07:05:09. Today's date is 2026-12-01."),
     ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: Tue Dec 01 2026"),
     ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 2026-12-01"),
     ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 12/1/2026"),
-    (
-        "Qwen Code: git status",
-        "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first",
-    ),
-    (
-        "Continue: git status",
-        '<context name="gitStatus">A snapshot <of> git.\n\nNothing to commit\n</context>',
-    ),
-    (
-        "Vibe, hermes: git status",
-        "Current branch: trunk\nMain branch (for merges): trunk\nRecent commits:\n1a2b3c4 first\nfedcba9 second",
-    ),
-    (
-        "Vibe, hermes: git status",
-        "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first",
-    ),
+    ("Qwen Code: git status", "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first"),
+    ("Continue: git status", '<context name="gitStatus">A snapshot <of> git.\n\nNothing to commit\n</context>'),
+    ("Vibe, hermes: git status", "Current branch: trunk\nMain branch (for merges): trunk\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
+    ("Vibe, hermes: git status", "Current branch: trunk\nStatus:\n M app.py\nRecent commits:\n1a2b3c4 first"),
     ("Vibe, hermes: git status", "Recent commits:\n1a2b3c4 first"),
-    (
-        "Vibe, hermes: git status",
-        "- Branch: trunk\n- Status: 2 modified, 1 untracked\n- Recent commits:\n    1a2b3c4 first\n    fedcba9 second",
-    ),
+    ("Vibe, hermes: git status", "- Branch: trunk\n- Status: 2 modified, 1 untracked\n- Recent commits:\n    1a2b3c4 first\n    fedcba9 second"),
     ("Crush: git status", "Current branch: trunk\nStatus:\nM app.py\nA  new.py\n?? notes.txt"),
     ("Crush: git status", "Current branch: trunk\nStatus: clean"),
     ("hermes: Conversation started", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
@@ -3037,12 +2985,9 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Open WebUI, goose: Current time", "Current time is 07:05:09."),
     ("Open WebUI, goose: Current time", "The current time is 07:05 Europe/Berlin"),
     ("Open WebUI, goose: Current time", "The current time is 07:05 PM GMT+5:30."),
-    (
-        "Open WebUI, goose: Current date and time",
-        "Current date and time: 2026-12-01 07:05:09 (Tuesday)",
-    ),
+    ("Open WebUI, goose: Current date and time", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
     ("Open WebUI, goose: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
-]
+]  # fmt: skip
 RP_META = (
     "### Message Context\n```json\n{\n"
     '  "schema": "openclaw.inbound_meta.v1",\n  %s\n  "channel": "web"\n}\n```'
@@ -3252,16 +3197,6 @@ def test_lift_leaves_no_empty_text(client: RpClient) -> None:
     assert prompt == [f"user\n{rp_reminder(clock.strip())}\n\nhi"]
 
 
-def test_lift_text_that_ends_in_a_list(chat: RpClient) -> None:
-    """A list of files behind `Status:` does not swallow what is set down behind it."""
-    turns: list[RpTurn] = [("user", "one")]
-    system = f"{RP_SYSTEM}\n{RP_GIT} M app.py\n\nToday's date is 2026-12-01.\n"
-    first = chat.send(turns, system=system)
-    assert "Status:\n M app.py\n\nToday's date is 2026-12-01.\n</system-reminder>" in first[1]
-    turns += [("assistant", "ok"), ("user", "two")]
-    assert chat.send(turns, system=system) == [*first, "assistant\nok", "user\ntwo"]
-
-
 def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
     turns: list[RpTurn] = [("user", "one")]
     system = f"{RP_SYSTEM}\nCurrent time is 07:0%s."
@@ -3275,11 +3210,15 @@ def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
     assert before[-1] == f"user\n{rp_reminder('Current time is 07:03.')}\n\ntwo"
 
 
-@pytest.mark.parametrize("first", ["2026-12-01", ""])
+@pytest.mark.parametrize(
+    "first", [rp_date("2026-12-01"), RP_CALM, ""], ids=["old", "none", "unseen"]
+)
 def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) -> None:
-    """One that changes or appears stands in the person's turn from then on, instead of the old."""
+    """One that changes or appears stands in the person's turn from then on, instead of the old; as
+    in a loop whose beginning was not seen."""
     turns: list[RpTurn] = [("user", "one")]
-    client.send(turns, ["c0"], system=rp_date(first) if first else RP_CALM)
+    if first:
+        client.send(turns, ["c0"], system=first)
     before: list[str] = []
     for step, day in enumerate(["2026-12-02", "2026-12-02", "2026-12-03"]):
         turns += [("calls", [f"c{step}"]), ("results", [f"c{step}"])]
@@ -3288,16 +3227,6 @@ def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) 
         assert rp_told(prompt, "Current date") == [day]
         assert (prompt[: len(before)] == before) == (step < 2)
         before = prompt
-
-
-def test_lift_in_a_tool_loop_whose_beginning_is_not_known(client: RpClient) -> None:
-    """After a restart of the proxy the value goes where it would have been, and stays there."""
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
-    before = client.send(turns, ["c2"], system=rp_date("2026-12-01"))
-    assert before[1] == f"user\n{rp_reminder('Current date: 2026-12-01')}\n\none"
-    client.extends(
-        before, [*turns, ("calls", ["c2"]), ("results", ["c2"])], system=rp_date("2026-12-01")
-    )
 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
@@ -3418,16 +3347,6 @@ def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
         assert one.raw == json.dumps(body).encode(), "the very bytes"
 
 
-def test_lift_regex_values_in_a_tool_loop(rig: Callable[..., Rig]) -> None:
-    """A permission is no clock: the newest one stands last from the first request on."""
-    client = RpClient(rig(lift_regex=(r"^Mode: .*$",)))
-    turns: list[RpTurn] = [("user", "work")]
-    for step, mode in enumerate(["write", "write", "read", "read", "write"]):
-        prompt = client.send(turns, [f"c{step}"], system=f"{RP_SYSTEM}\nMode: {mode}\n")
-        assert rp_told(prompt, "Mode") == [mode]
-        turns += [("calls", [f"c{step}"]), ("results", [f"c{step}"])]
-
-
 def rp_units(*inserted: dict[str, str] | str) -> list[kvproxy.Unit]:
     """Units of a request, each as sent before with what was set down in it; 'user' or 'assistant'
     for new ones."""
@@ -3530,7 +3449,7 @@ RP_HEARD: list[tuple[RpAnswer, RpTurn, bool]] = [
     ("Hello - there!\n", ("assistant", "**Hello there**"), True),
     ("<think>\nA greeting.\n</think>\n\nHello!", ("assistant", "Hello!"), True),
     ("Hello!", ("assistant", "<think>A greeting.</think>Hello!"), True),
-    ("<think>A greeting", ("assistant", "A greeting"), False),
+    ("<think>A greeting", ("assistant", "<think>A greeting"), False),
     ("Hello!", ("assistant", "Hello, Bob!"), False),
     ("Hello, Bob!", ("assistant", "Hello!"), False),
     ("Hello!", ("assistant", "hello!"), False),
@@ -3742,6 +3661,7 @@ def test_replay_unknown_history_gets_nothing(client: RpClient) -> None:
         [("user", "hey"), ("assistant", "Hello!"), ("user", "so?")],
         [("user", "hi"), ("calls", ["c1"]), ("results", ["c1"])],
         [("user", "hi"), ("user", "go on")],
+        [("user", "hi\n\ngo on"), ("assistant", "Hello!"), ("user", "so?")],
         [("assistant", "Hello!"), ("user", "hi"), ("assistant", "Hello!"), ("user", "so?")],
     ):
         assert client.send(turns, "no") == client.came(turns)
@@ -3783,12 +3703,6 @@ def test_replay_behind_a_real_edit_nothing_is_restored(client: RpClient) -> None
         wanted = client.came(turns)
         prompt = client.send(turns)
         assert prompt == [*before[: 1 + kept], *wanted[1 + kept :]]
-
-
-def test_replay_failed_request_that_is_sent_again(client: RpClient) -> None:
-    client.send([("user", rp_block("try 1") + "hi")], 503)
-    first = client.send([("user", rp_block("try 2") + "hi")], "Hello!")
-    client.extends(first, RP_WENT_ON)
 
 
 # --- replay: when, and what ----------------------------------------------------------------------
@@ -3849,10 +3763,13 @@ def test_replay_restores_what_a_client_took_off(client: RpClient, dress: str) ->
         history.append(("assistant", "the same answer"))
 
 
-def test_replay_what_has_been_history_is_settled(client: RpClient) -> None:
-    """A decoration that the client kept for a turn and takes out later is not brought back, nor one
-    that it had corrected before that."""
-    turns: list[RpTurn] = [("user", rp_block("Ann") + "one")]
+def test_replay_restores_at_the_moment_when_a_turn_is_no_more_the_newest(client: RpClient) -> None:
+    """A decoration that the client takes out before that, in a tool loop, or has kept for a turn,
+    is not brought back; nor is one that it had corrected."""
+    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    client.send([("user", rp_block("Ann") + "one")], ["c1"])
+    assert client.send(turns) == client.came(turns)
+    turns = [("user", rp_block("Ann") + "one")]
     client.send(turns, "A")
     turns += [("assistant", "A"), ("user", "two")]
     client.send(turns, "B")
@@ -3909,17 +3826,6 @@ def test_replay_plain_words_are_never_restored(client: RpClient) -> None:
         assert client.send(turns) == client.came(turns), dressed
 
 
-def test_replay_merged_and_split_messages_are_real_edits(client: RpClient) -> None:
-    one, two = (("user", rp_block(f"name {n}") + n) for n in ("one", "two"))
-    tail: list[RpTurn] = [("assistant", "A"), ("user", "three"), ("user", "three")]
-    first = client.send([one, two], "A")
-    assert client.extends(first, [("user", "one"), ("user", "two"), *tail])[-2:] == [
-        "user\nthree", "user\nthree",
-    ]  # fmt: skip
-    for turns in ([("user", "one\n\ntwo"), *tail], [("user", "one"), ("user", "two"), tail[1]]):
-        assert client.send(turns) == client.came(turns)
-
-
 def test_replay_images_that_are_removed(client: RpClient) -> None:
     """A turn that lost its image is another turn; it and those behind it go as they came."""
     kind = "input_image" if client.dialect == "responses" else "image_url"
@@ -3937,38 +3843,27 @@ def test_replay_images_that_are_removed(client: RpClient) -> None:
 # --- replay: what a client rewrites in its first message -------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["same text", "part", "message"])
-def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, place: str) -> None:
+@pytest.mark.parametrize("part", [False, True])
+def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: bool) -> None:
     """A project's rules change: the old ones stay where they are, and the new ones are set down in
-    the newest turn."""
+    the newest turn; in a tool loop, that turn is sent anew."""
 
     def opening(rules: str) -> list[RpTurn]:
         note = rp_reminder(f"Rules of this project:\n{rules}")
-        if place == "message":
-            return [("user", note), ("user", "one")]
-        return [("user", [note, "one"] if place == "part" else f"{note}\none")]
+        return [("user", [note, "one"] if part else f"{note}\none")]
 
     before = client.send(opening("Use tabs."))
     history: list[RpTurn] = []
     for step, rules in enumerate(["Use spaces.", "Use spaces.", "Use tabs.", "Use tabs."]):
         history += [("assistant", "ok"), ("user", f"go {step}")]
         client.post(client.body(opening("Use nothing.") + history), path="/input_tokens")
-        prompt = client.send(opening(rules) + history)
-        assert re.findall("Use [a-z]+[.]", "\n".join(prompt))[-1] == rules
-        if place == "message":  # one that is all rewritten is another message
-            assert prompt == client.came(opening(rules) + history)
-            continue
-        assert prompt[: len(before)] == before
-        assert prompt[-1].endswith(f"go {step}") and ("Use" in prompt[-1]) == (step in (0, 2))
-        before = prompt
-    history += [("assistant", "ok"), ("user", "go on")]
-    stands = client.send(opening("Use tabs.") + history, ["c1"])
+        before = client.extends(before, opening(rules) + history)
+        assert re.findall("Use [a-z]+[.]", "\n".join(before))[-1] == rules
+        assert before[-1].endswith(f"go {step}") and ("Use" in before[-1]) == (step in (0, 2))
     history += [("calls", ["c1"]), ("results", ["c1"])]
-    prompt = client.send(opening("No tools now.") + history)  # in a tool loop
-    assert "\n".join(prompt).rindex("No tools now.") > "\n".join(prompt).rfind("Use ")
-    if place != "message":
-        assert prompt[: len(stands) - 1] == stands[:-1], "only the newest turn is sent anew"
-        assert "No tools now." in prompt[len(stands) - 1]
+    prompt = client.send(opening("Use nothing.") + history)
+    assert prompt[: len(before) - 1] == before[:-1]
+    assert "Use nothing." in prompt[len(before) - 1] and "Use" not in "".join(prompt[len(before) :])
 
 
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
@@ -4087,28 +3982,6 @@ def test_replay_carrier_values_alternate(client: RpClient) -> None:
         turns += [("user", f"go {step}"), *notes[1:], ("assistant", "ok")]
 
 
-def test_replay_carriers_that_the_client_keeps(client: RpClient) -> None:
-    turns: list[RpTurn] = []
-    before: list[str] = []
-    for step, value in enumerate(["here", "here", "there", "here"]):
-        turns += [("user", rp_reminder(value)), ("user", f"go {step}")]
-        before = client.extends(before, turns)
-        assert before == client.came(turns)
-        turns.append(("assistant", "ok"))
-
-
-def test_replay_two_carriers_of_one_family(client: RpClient) -> None:
-    """One before the text and one behind it, each the same on every turn."""
-    active = "OpenClaw runtime context for the active user request in this turn. Follow it.\nbehind"
-    turns: list[RpTurn] = []
-    before: list[str] = []
-    for step in range(3):
-        sent = [*turns, ("user", rp_before("in front")), ("user", f"go {step}"), ("user", active)]
-        before = client.extends(before, sent)
-        assert before[-1] == f"user\n{active}" and f"user\ngo {step}" in before
-        turns += [("user", f"go {step}"), ("assistant", "ok")]
-
-
 def test_replay_request_never_ends_with_the_answer(client: RpClient) -> None:
     """Without its carrier the model would be asked to continue its own words."""
     same: RpTurn = ("user", rp_inner("same"))
@@ -4141,12 +4014,13 @@ def test_replay_no_event_is_lost(client: RpClient) -> None:
     "[Replying to you]\nno\n[/Replying]", "Current message:\n#1 Ann: ", "[Tue 2026-12-01 07:05 UTC]",
 ])  # fmt: skip
 def test_replay_what_a_person_may_have_typed_is_no_carrier(client: RpClient, typed: str) -> None:
-    """A message that only looks like a decoration is sent whenever it is said, in its place."""
+    """A message that only looks like a decoration is sent whenever it is said, in its place; and one
+    that is deleted is gone."""
     turns: list[RpTurn] = [("user", "one"), ("user", typed)]
     for _ in range(2):
         assert client.send(turns) == client.came(turns)
         turns += [("assistant", "ok"), ("user", typed), ("user", "two")]
-    turns[1] = ("user", typed + "x")
+    del turns[1]
     assert client.send(turns) == client.came(turns)
 
 
@@ -4187,30 +4061,21 @@ def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
     first = chat.post(body)["messages"]
     turns += [("assistant", "ok"), ("user", "go on")]
     assert chat.post(chat.body(turns))["messages"][: len(first)] == first
-    body = chat.body(turns)
-    body["messages"][3]["name"] = "other"
-    assert chat.post(body)["messages"][: len(first)] == first
 
 
-@pytest.mark.parametrize("shape", ["string", "text part"])
-def test_replay_results_in_another_shape(rp_rig: Rig, shape: str) -> None:
-    """A string and a list of one text are the same; and they do not end the restoring of what
-    follows."""
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_replay_results_in_another_shape(rp_rig: Rig, flipped: int) -> None:
+    """A string and a list of one text are the same; and what follows is restored."""
     client = RpClient(rp_rig, "messages")
     turns: list[RpTurn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
-    body = client.body(turns)
-    result = body["messages"][-1]["content"][0]
-    parts = [{"type": "text", "text": result["content"]}]
-    result["content"] = parts if shape == "string" else result["content"]
-    client.post(client.body(turns[:1]), ["c1"])
-    client.post(body, "A")
     tail: list[RpTurn] = [("assistant", "A"), ("user", rp_reminder("x") + "\ntwo")]
-    before = client.post(client.body([*turns, *tail]), "B")["messages"]
-    turns += [("assistant", "A"), ("user", "two"), ("assistant", "B"), ("user", "three")]
-    body = client.body(turns)
-    result = body["messages"][2]["content"][0]
-    result["content"] = parts if shape == "text part" else result["content"]
-    sent = client.post(body)["messages"]
+    bodies = [client.body([*turns, *tail])]
+    tail[1:] = [("user", "two"), ("assistant", "B"), ("user", "three")]
+    bodies.append(client.body([*turns, *tail]))
+    result = bodies[flipped]["messages"][2]["content"][0]
+    result["content"] = [{"type": "text", "text": result["content"]}]
+    client.send(turns[:1], ["c1"])
+    before, sent = (client.post(body, "B")["messages"] for body in bodies)
     assert sent[:2] == before[:2] and sent[3:5] == before[3:5]
 
 
@@ -4259,22 +4124,19 @@ def test_replay_string_and_one_part_are_equal(client: RpClient) -> None:
 
 
 def test_replay_cache_control_that_moves(rp_rig: Rig) -> None:
-    """It stands on the newest parts only, does not tell turns apart, and does not pile up in
-    history."""
+    """It stands on the newest part only, and does not tell turns apart or stay in history."""
     client = RpClient(rp_rig, "messages")
-    mark = {"cache_control": {"type": "ephemeral"}}
     turns: list[RpTurn] = []
     before: list[str] = []
     for step in range(3):
         turns.append(("user", [rp_reminder(f"note {step}"), f"go {step}"]))
         body = client.body(turns)
-        body["messages"][-1]["content"][-1] |= mark
-        sent = client.post(body, "ok")
+        body["messages"][-1]["content"][-1] |= {"cache_control": {"type": "ephemeral"}}
+        sent = client.post(body)
         assert rp_prompt(sent)[: len(before)] == before
         assert json.dumps(sent).count("cache_control") == 1
         before = rp_prompt(sent)
-        turns[-1] = ("user", f"go {step}")
-        turns.append(("assistant", ["ok"]))
+        turns[-1:] = [("user", f"go {step}"), ("assistant", ["ok"])]
 
 
 def test_replay_responses_items(rp_rig: Rig) -> None:
@@ -4548,25 +4410,18 @@ def rp_held(lines: Any) -> int:
 
 
 def test_replay_memory_is_bounded() -> None:
-    """Conversations with system prompts, tools and long texts of their own, in one megabyte."""
+    """Conversations with system prompts, tools and texts of their own, in one megabyte."""
     desk = RpDesk(replay_mb=1)
     lines, tools = desk.replay.lines, desk.replay.tools
-    tracemalloc.start()
-    try:
-        base = tracemalloc.get_traced_memory()[0]
-        for number in range(500):
-            dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 400)}"
-            system = f"System {number % 50}\n{RP_CALM}"
-            desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
-            if number % 100 == 99:
-                assert rp_held(lines) == lines.size <= lines.limit
-        held = tracemalloc.get_traced_memory()[0] - base
-    finally:
-        tracemalloc.stop()
-    assert rp_held(lines) == lines.size <= lines.limit and tools.size <= tools.limit == 1 << 17
-    assert 100 < len(lines.used) < 500
-    assert held < 1.5 * (lines.limit + tools.limit + 2 * desk.reader.limit), held
-    assert sum(map(len, desk.replay.lifts)) < 1 << 16
+    for number in range(400):
+        dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 400)}"
+        system = f"System {number % 50}\n{rp_date('2026-12-01')}"
+        desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
+        if number % 100 == 99:
+            assert rp_held(lines) == lines.size <= lines.limit
+    assert 100 < len(lines.used) < 400 and len(desk.replay.lifts) <= 16
+    assert 0 < tools.size <= tools.limit == 1 << 17
+    assert tools.size == sum(size for _, size in tools.entries.values())
 
 
 def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None:
@@ -4581,10 +4436,10 @@ def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None
     gc.collect()
     gc.disable()
     try:
-        for number in range(120):
+        for number in range(60):
             turns: list[RpTurn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
             client.send([*turns, ("assistant", "ok"), ("user", "go")], system=rp_date("2026-12-01"))
-            if number % 40 == 39:
+            if number % 20 == 19:
                 counts.append(alive())
     finally:
         gc.enable()
@@ -4592,13 +4447,13 @@ def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None
 
 
 def test_replay_memory_goes_back() -> None:
-    """200 different requests of 1 MB, without the garbage collector."""
+    """A hundred different requests of 1 MB, without the garbage collector."""
     desk, text = RpDesk(replay_mb=1), "x" * 500_000
     desk.send(RP_HELLO)
     gc.disable()
     tracemalloc.start()
     try:
-        for number in range(200):
+        for number in range(100):
             turns: list[RpTurn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
             desk.send([*turns, ("user", "go")], system=rp_date("2026-12-01"))
         held = tracemalloc.get_traced_memory()[0]
@@ -4611,9 +4466,9 @@ def test_replay_memory_goes_back() -> None:
 def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     """Everybody begins with the same words: of those, the newest are found, whoever goes on."""
     first = {}
-    for number in range(80):
+    for number in range(70):
         first[number] = chat.send([("user", rp_block(f"{number}") + "hi")], f"I am {number}.")
-    for number in (79, 20, 50, 79):
+    for number in (69, 20, 50, 69):
         turns: list[RpTurn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
         chat.extends(first[number], turns)
     lines = chat.rig.proxy.replay.lines
@@ -4622,25 +4477,17 @@ def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     assert chat.send(turns) == chat.came(turns)
 
 
-def test_replay_one_large_turn_does_not_push_out_the_others() -> None:
+def test_replay_turn_too_large_to_keep() -> None:
+    """It pushes out no others, and loses no lifted text."""
     desk = RpDesk(replay_mb=1)
     busy = desk.send(RP_HELLO, "Hello!")
-    for number in range(9):
-        for size in (20_000, 400_000):
-            desk.send([("user", rp_block(str(number)) + "x" * size)], f"answer {number}")
-            assert rp_held(desk.replay.lines) == desk.replay.lines.size
-    assert desk.send(RP_WENT_ON)[: len(busy)] == busy
-    newest: list[RpTurn] = [("user", "x" * 20_000), ("assistant", "answer 8"), ("user", "more")]
-    assert desk.send(newest)[1].startswith("user\n" + rp_block("8"))
-
-
-def test_replay_turn_too_large_to_keep_loses_no_lifted_text() -> None:
-    desk = RpDesk(replay_mb=1)
-    turns: list[RpTurn] = [("user", "x" * 700_000)]
-    for step in range(3):
-        prompt = desk.send(turns, f"a{step}", system=rp_date("2026-12-01"))
+    turns: list[RpTurn] = []
+    for number in range(4):
+        turns += [("user", rp_block("Ann") + "x" * 200_000), ("assistant", f"A {number}")]
+        prompt = desk.send(turns[:-1], f"A {number}", system=rp_date("2026-12-01"))
         assert rp_told(prompt, "Current date") == ["2026-12-01"]
-        turns += [("assistant", f"a{step}"), ("user", f"go {step}")]
+        assert rp_held(desk.replay.lines) == desk.replay.lines.size
+    assert desk.send(RP_WENT_ON)[: len(busy)] == busy
 
 
 def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
@@ -4860,18 +4707,6 @@ def test_reader_bodies_that_grow_and_change(case: str) -> None:
         assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
         assert 0 < reader.size <= reader.limit
         assert reader.size == sum(map(kvproxy.turn_size, reader.known))
-
-
-@pytest.mark.parametrize(
-    "roles",
-    ["system system user assistant user", "system user assistant system user assistant user",
-     "user system assistant user system", "user assistant system system user system assistant"],
-)  # fmt: skip
-def test_reader_shares_turns_that_roles_move_text_into(roles: str) -> None:
-    turns: list[RpTurn] = [(role, f"{role} {at}") for at, role in enumerate(roles.split())]
-    desk = RpDesk(replay=False)
-    sent = [desk.send(turns[:length], system="") for length in [*range(2, len(turns) + 1), 99]]
-    assert sent[-1] == sent[-2] == RpDesk(replay=False).send(turns, system="")
 
 
 def test_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
@@ -10766,7 +10601,7 @@ def test_bench_against_a_server(
     assert [seen.target for seen in posts] == ["/v1/chat/completions"] * 6
     straight, through = posts[:3], posts[3:]
     assert all("message_id" in system_of(seen) for seen in straight)
-    assert not any("message_id" in seen.body.decode() for seen in through)
+    assert not any("message_id" in system_of(seen) for seen in through)
 
 
 def test_bench_shows_the_servers_key(
