@@ -19,12 +19,11 @@ write message ids, clocks, git snapshots and moving context blocks near the fron
 reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
 begins with what the server has already read:
 
-client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client |
-| store        usage -> explain -> log, page, metrics
+    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
+                                                              usage -> explain -> log, page
 
 The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file:
-payload in, payload and report out.
+Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -38,11 +37,12 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
     sys.exit(TOO_OLD % sys.version_info[:2])
 
 import argparse
 import array
+import bisect
 import codecs
 import collections
 import contextlib
@@ -97,127 +97,74 @@ Json = dict[str, Any]
 
 
 # ==================================================================================================
-# Configuration: one dataclass feeds the environment, --help, the README table and the check of
-# values
+# Configuration: one dataclass feeds the environment, --help and the check of values
 # ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting has a value that cannot be used; the message names the variable, the value and what
-    is allowed."""
+    """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, **check: Any) -> Any:
-    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host,
-    url, regex)."""
+def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
+    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
+    or the `kind` says it (host, url, regex)."""
+    if span:
+        check["low"], check["high"] = span
     return dataclasses.field(default=default, metadata={"help": help, **check})
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting, as a field here and as the environment variable of the same name in upper
-    case.
+    """Every setting; the environment variable of the same name is in upper case.
 
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
 
-    listen_host: str = setting(
-        "127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host"
-    )
-    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", low=0, high=65535)
+    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
+    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
     backend_url: str = setting(
         "",
-        "the model server, http or https, a path prefix is kept; unset: the first of 127.0.0.1:8080, :9931, :12345"
-        " that answers like a model server",
+        "the model server, http or https, a path prefix is kept; unset: the first of"
+        " 127.0.0.1:8080, :9931, :12345 that answers like a model server",
         kind="url",
     )
-    scrub: bool = setting(
-        True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
-    )
+    scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
     strip_message_ids: str = setting(
         "system",
-        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts too",
         choices=("0", "1", "system"),
     )
     strip_timestamps: str = setting(
         "auto",
-        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] before user texts; auto: only with REPLAY=0",
         choices=("auto", "0", "1"),
     )
-    strip_billing: bool = setting(
-        True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
-    )
-    strip_regex: tuple[str, ...] = setting(
-        (),
-        "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...",
-        kind="regex",
-    )
-    system_first: bool = setting(
-        True, "merge system messages into one at the front; later ones become reminders"
-    )
-    lift: bool = setting(
-        True,
-        "move clocks, date lines and git snapshots from the system prompt to the newest user turn",
-    )
-    lift_regex: tuple[str, ...] = setting(
-        (), "a line of the system prompt to lift as well; more: LIFT_REGEX_2, _3, ...", kind="regex"
-    )
+    strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
+    strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
+    system_first: bool = setting(True, "one system text in front; later ones become reminders")
+    lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
+    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting(
-        (),
-        "text in user turns that comes and goes between requests; more: REPLAY_REGEX_2, _3, ...",
-        kind="regex",
-    )
-    replay_mb: int = setting(
-        64,
-        "memory for replay in MB, and one to three times that for turns read before; the least recently used goes first",
-        low=1,
-        high=65536,
-    )
-    ledger_mb: int = setting(
-        64, "memory for the prompts that explain compares with, in MB", low=1, high=65536
-    )
-    keep_requests: int = setting(
-        50, "requests kept for the status page, with their bodies", low=0, high=10000
-    )
-    warn_reuse: float = setting(
-        0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1
-    )
-    capture_file: str = setting(
-        "", "append every request to this file as JSON lines (mode 0600, secrets replaced)"
-    )
-    capture_mb: int = setting(
-        100, "size at which the capture is rotated, one old file is kept", low=1, high=1000000
-    )
-    warmup_file: str = setting(
-        "", "remember the heads of recent conversations here and read them in after a start"
-    )
-    warmup_heads: int = setting(4, "how many heads are remembered", low=1, high=64)
-    keepalive_seconds: int = setting(
-        0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000
-    )
-    connect_timeout: float = setting(
-        5.0, "seconds to wait for a connection to the server", low=0.05, high=600
-    )
-    read_timeout: float = setting(
-        3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000
-    )
-    header_timeout: float = setting(
-        15.0, "seconds a client may take to send a request's head", low=0.05, high=3600
-    )
-    max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
-    max_connections: int = setting(
-        2048,
-        "client connections at a time; idle and slow ones give way, else 503",
-        low=1,
-        high=100000,
-    )
-    allowed_hosts: str = setting(
-        "", "more names that the Host header may carry, separated by commas"
-    )
-    log_level: str = setting(
-        "info", "how much is logged", choices=("debug", "info", "warning", "error")
-    )
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
+    replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
+    ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
+    keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
+    warn_reuse: float = setting(0.5, "warn below this hit rate of the last 20 requests", 0, 1)
+    capture_file: str = setting("", "append every request to this file (JSON lines, no secrets)")
+    capture_mb: int = setting(100, "MB at which it is rotated; one old one is kept", 1, 1000000)
+    warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
+    warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
+    keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
+    connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
+    read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
+    header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
+    max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
+    max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
+    allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
+    log_level: str = setting("info", "how much is logged", choices=LOG_LEVELS)
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
@@ -227,27 +174,25 @@ class Config:
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
         vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        ours = len(hosts) == 1 or (
-            vague and all(host in vague or is_loopback(host) for host in hosts)
-        )
-        if (
-            ours and port == self.listen_port
-        ):  # each request would come back until MAX_CONNECTIONS is reached
-            raise ConfigError(
-                f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT"
-            )
+        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        if port == self.listen_port and (here or len(hosts) == 1):
+            fault = "must not be kvproxy's own address; set LISTEN_PORT"
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
-            name = item.name.upper()
-            if item.metadata.get("kind") == "regex":
-                values[item.name] = _patterns(item, environ)
-            elif text := environ.get(name, "").strip():
-                values[item.name] = _convert(item, text)
-                _check(item, name, values[item.name], text)
+            for name in _variables(item, environ):
+                if not (text := environ[name].strip()):
+                    continue
+                if item.metadata.get("kind") == "regex":
+                    value: Any = (environ[name],)
+                    values[item.name] = values.get(item.name, ()) + value
+                else:
+                    value = values[item.name] = _convert(item, text)
+                _check(item, name, value, environ[name])
         return cls(**values)
 
     @classmethod
@@ -256,30 +201,42 @@ class Config:
         rows = []
         for item in dataclasses.fields(cls):
             default: Any = item.default
-            text = (
-                f"{default:g}" if isinstance(default, (int, float)) else default or ""
-            )  # True is 1, () is empty
-            rows.append((item.name.upper(), text, item.metadata["help"]))
+            shown = f"{default:g}" if isinstance(default, (int, float)) else default or ""
+            name, more = item.name.upper(), ""
+            if item.metadata.get("kind") == "regex":
+                more = f"; more: {name}_2, _3, ..."
+            rows.append((name, shown, item.metadata["help"] + more))
         return rows
 
 
+def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
+    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
+    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
+    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
+        if close and not is_setting(variable):
+            yield variable, close[0]
+
+
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
 _WORDS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_TYPES = {
-    bool: "0 or 1",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a tuple of texts",
-}
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -294,67 +251,17 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     return text.lower() if "choices" in item.metadata else text
 
 
-# A host (a name, an address) with a port, and perhaps a path.
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
-
-
-def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
-    found = []
-    for name, text in environ.items():
-        match = re.fullmatch(item.name.upper() + r"(?:_([0-9]+))?", name)
-        if match and text:
-            _check(item, name, (text,), text)
-            found.append((int(match[1] or 1), name, text))
-    return tuple(text for _, _, text in sorted(found))
-
-
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    for item in dataclasses.fields(Config):
-        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-        if re.fullmatch(item.name.upper() + more, name):
-            return True
-    return False
-
-
-def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
-    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
-    names = [item.name.upper() for item in dataclasses.fields(Config)]
-    for variable in environ:
-        bare = variable.upper().removeprefix("KVPROXY_")
-        for name in names if not is_setting(variable) else ():
-            if bare == name or one_edit(bare, name):
-                yield variable, name
-
-
-def one_edit(a: str, b: str) -> bool:
-    """Whether two words differ in one letter, or in the order of two neighbours."""
-    at = common_prefix(a, b)
-    a, b = a[at:], b[at:]
-    return a != b and (
-        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
-    )
-
-
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow; `given` is how it was
-    written."""
+    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
     if fault := _fault(item, value):
         raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    default: Any = item.default
-    wanted, check, kind = type(default), item.metadata, item.metadata.get("kind")
-    fits = (
-        value in (0, 1)
-        if wanted is bool
-        else isinstance(value, (int, float) if wanted is float else wanted)
-    )
-    if not fits:
+    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
+    types = (int, float) if wanted is float else wanted
+    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
         return f"must be {_TYPES[wanted]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
@@ -381,12 +288,11 @@ def _is_host(value: str) -> bool:
 def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        named = (
-            parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
-        )
+        named = parts.port != 0 and _is_host(parts.hostname or "")
     except ValueError:  # a port that is no number, a bracket too few
         return False
-    return named and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
+    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
+    return named and known and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ==================================================================================================
@@ -412,17 +318,16 @@ DIALECTS = {
     "completions": Dialect("completions", "", "prompt", "", False),
     "completion": Dialect("completions", "", "prompt", "", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so
-# they get its edits.
+# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
     re.ASCII,
 )
-TEXT_PARTS = (
-    "text",
-    "input_text",
-    "output_text",
-)  # a tuple: what a client sends as its type need not be hashable
+TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
+UNSAID_PARTS = (
+    *TEXT_PARTS,
+    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
+)
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ITEM_ROLES = {  # Responses items that are no messages
@@ -460,11 +365,8 @@ class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
     for text beside it.
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user
-    message that only carries tool results has the role tool.
-
-    Requests that repeat a turn share it, with what was found out about it; so only an own() copy
-    may be changed."""
+    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
+    turn share it, with what was found out about it, so only an own() copy may be changed."""
 
     role: str
     holder: Json
@@ -506,33 +408,15 @@ class Turn:
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
         found = []
-        for index, part in enumerate(content if isinstance(content, list) else ()):
+        for index, part in enumerate(listed(content)):
             if isinstance(part, str):
                 found.append(Slot(self, content, index))
-            elif isinstance(part, dict) and isinstance(part.get("text"), str):
-                if part.get("type") in TEXT_PARTS:
-                    found.append(Slot(self, part, "text"))
+            elif members(part).get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
+                found.append(Slot(self, part, "text"))
         return found
 
     def text(self) -> str:
-        slots = self.slots()
-        return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
-
-
-_sorted_json = json.JSONEncoder(sort_keys=True).encode
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    "thinking",
-    "redacted_thinking",
-    "reasoning",
-    "reasoning_text",
-    "summary_text",
-)
-
-
-def bare(part: Json) -> Json:
-    """A content part, item or tool without what llama-server does not read."""
-    return {key: value for key, value in part.items() if key != "cache_control"}
+        return "\n".join([slot.get() for slot in self.slots()])
 
 
 @dataclasses.dataclass(slots=True)
@@ -550,9 +434,8 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system or developer messages."""
-        return next(
-            (i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns)
-        )
+        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
+        return next(others, len(self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -571,44 +454,34 @@ class View:
 
     def dump(self) -> bytes:
         """The body as JSON, with the turns that nobody changed in the bytes they came in."""
-        key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # The hole is unmistakable: parse() lets none through, and within a text the quotes before
-        # it would be escaped.
-        mark = b'"%s":' % key.encode()
-        head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
-        return b"".join(
-            (head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail)
-        )
+        turns = b",".join([turn.json() for turn in self.turns])
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(b'"%s"' % HOLE.encode())
+        return b"".join((front, b"[", turns, b"]", end))
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of `messages` or `input`."""
+    """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
+    tool results has the role tool."""
     known, name = (ROLES, item["role"]) if "role" in item else (ITEM_ROLES, item.get("type"))
     role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
-    content = item.get("content")
-    parts = content if role == "user" and isinstance(content, list) else []
-    if parts and all(
-        isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
-    ):
+    parts = listed(item.get("content")) if role == "user" else []
+    if parts and all(members(part).get("type") == "tool_result" for part in parts):
         role = "tool"
-    return Turn(
-        role, item, "output" if "output" in item and "content" not in item else "content", item
-    )
+    key = "output" if "output" in item and "content" not in item else "content"
+    return Turn(role, item, key, item)
 
 
 def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body, or None when its shape is not the dialect's (such a body is
-    forwarded untouched)."""
+    """The view of a parsed body; None when its shape is not the dialect's."""
     if not isinstance(body, dict):
         return None
-    head = []
+    head, items = [], body.get(dialect.turns)
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
         if not head[0].slots():
             return None
-    items = body.get(dialect.turns)
     if isinstance(items, str) and dialect.turns in ("input", "prompt"):
         return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
     if not isinstance(items, list):
@@ -622,12 +495,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    stored = ("previous_response_id", "conversation")
     if view.dialect.name != "responses":
         return False
-    return any(view.body.get(key) for key in stored) or any(
-        turn.item and turn.item.get("type") == "item_reference" for turn in view.turns
-    )
+    stored = view.body.get("previous_response_id") or view.body.get("conversation")
+    items = [turn.item or {} for turn in view.turns]
+    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
 
 
 def guess_dialect(body: Json) -> Dialect:
@@ -656,41 +528,25 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Json:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if not abs(number) < float("inf"):  # NaN neither
+    if not math.isfinite(number):
         raise Unreadable(f"no finite number ({text[:20]})")
     return number
 
 
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
-_STRICT: Json = {"object_pairs_hook": _pairs, **_FINITE}
-_parse_at = json.JSONDecoder(**_STRICT).raw_decode
-HOLE = float(
-    "-inf"
-)  # stands in a body where its turns were, as -Infinity; a client's own is refused
+_strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
+_parse_at = _strict.raw_decode
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
+PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
 
-def _hole(name: str) -> float:
-    return HOLE if name == "-Infinity" else _finite(name)
-
-
-_parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
-LIST_START = {
-    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode())
-    for key in ("messages", "input")
-}
-ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-PARSE_LIMIT = (
-    32 << 20
-)  # bytes; parsing takes several times a body's size, and no context window holds so much text
-
-
-def parse(raw: bytes | bytearray) -> Json:
+def parse(raw: bytes | bytearray | str) -> Json:
     """The JSON object in `raw`. Raises Unreadable for all that could not be written again with the
     same meaning."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
-        body = json.loads(raw.decode("utf-8"), **_STRICT)
+        body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
     except UnicodeDecodeError:
         raise Unreadable("not UTF-8") from None
     except RecursionError:
@@ -710,22 +566,35 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
+def bare(part: Json) -> Json:
+    """A content part, item or tool without what llama-server does not read."""
+    return {key: value for key, value in part.items() if key != "cache_control"}
+
+
+HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
+LIST_START = {
+    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+": ?))')
+    for key in ("messages", "input")
+}
+ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
-    Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
+    threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
         self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             try:
-                return self.split(raw, dialect)
+                return self.split(raw.decode(), dialect)
             except TooMany:
                 raise
             except (ValueError, RecursionError):
@@ -735,117 +604,67 @@ class Reader:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body in the usual spelling: without line breaks, and each turn begins with
-        the same member. Raises ValueError or RecursionError where that does not work out, or the
-        body is not JSON."""
-        found = LIST_START[dialect.turns].search(raw)
+    def split(self, text: str, dialect: Dialect) -> View:
+        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
+        does not work out."""
+        key = dialect.turns
+        found = LIST_START[key].search(text)
         if found is None:
             raise Unreadable("not the usual spelling")
-        start, opening = found.start(1), found[2]
-        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
-        text = f"{raw[:start].decode()}-Infinity{after}"
-        body = _parse_holed(text)
-        if (
-            text.count("-Infinity") != 1
-            or not isinstance(body, dict)
-            or body.get(dialect.turns) is not HOLE
-        ):
-            raise Unreadable("not the usual spelling")
-        view = view_of({**body, dialect.turns: []}, dialect)
+        turns, end = self.read(text, found.end(), found[1])
+        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+        if body.get(key) != HOLE:
+            raise Unreadable("the list is another's")
+        view = view_of({**body, key: []}, dialect)
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
-    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
-        """The turns that `data` begins with, and what follows the list."""
+    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
+        with `opening`, as a rule, so that known ones are found without parsing."""
+        border = ("}, " if opening.endswith(" ") else "},") + opening
         turns: list[Turn] = []
-        at = wasted = 0
+        end = 0
         while True:
-            end, comma = next_item(data, opening, at)
-            first = not turns and not dialect.system
-            turn = self.recall(data[at : end - comma], first) if comma else None
+            turn = None
+            if end <= at:  # each end is tried once, so that all tries together cost little
+                end = text.find(border, at) + 1 or len(text)
+                turn = self.known.get(text[at:end].encode())
             if turn is not None:
-                turns.append(turn)
                 at = end
-                continue
-            check_limit("turns", len(turns))
-            item, raw, decoded = parse_item(data, at, end, opening)
-            behind = ITEM_END.match(data, at + len(raw))
-            wasted += decoded - len(raw)
-            if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
+            else:
+                check_limit("turns", len(turns))
+                item, length = _parse_at(text, at)
+                turn = self.turn(item, text[at:length].encode())
+                at = length
+            turns.append(turn)
+            behind = ITEM_END.match(text, at)
+            if behind is None:
                 raise Unreadable("not the usual spelling")
-            turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
-            if behind[1] == b"]":
-                return turns, data[at:].decode()
+            if behind[1] == "]":
+                return turns, at
 
-    def recall(self, raw: bytes, first: bool) -> Turn | None:
-        """The turn in these bytes, if it is known; but what is cut out of a system text depends on
-        those before it."""
-        turn = self.known.get(raw)
-        return None if turn is None or (turn.role == "system" and not first) else turn
-
-    def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
-        """A new turn, scrubbed and remembered where recall() may find it."""
-        turn = turn_of(item)
-        turn.raw = raw
-        if turn.role != "system" or first:
-            if turn.role in ("user", "system") and self.scrubber is not None:
-                turn.counts = self.scrubber.edit(turn, True)
-            self.keep(raw, turn)
-        return turn
-
-    def keep(self, raw: bytes, turn: Turn) -> None:
-        size = turn_size(raw)
-        if size > self.limit >> 1:
-            return  # all others would have to go
-        self.size += size
-        self.known[raw] = turn
-        while self.size > self.limit:
-            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
-                oldest = next(iter(self.known))
-                del self.known[oldest]
-                self.size -= turn_size(oldest)
-
-
-def turn_size(raw: bytes) -> int:
-    """About the bytes that a turn takes, which was read from these."""
-    return 1500 + 3 * len(raw)
-
-
-def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
-    """Where the item behind the one at `at` may begin, and the length of the comma and space before
-    it; else the end, and 0. An opening's first quote stands in no text, where it would be escaped;
-    but it may stand within an item."""
-    while (at := data.find(opening, at + 1)) >= 0:
-        if data[at - 2 : at] == b"},":
-            return at, 1
-        if data[at - 3 : at] == b"}, ":
-            return at, 2
-    return len(data), 0
-
-
-def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
-    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were
-    decoded to find it. Raises ValueError, RecursionError."""
-    decoded = 0
-    while True:
-        text = data[at:end].decode()
-        decoded += end - at
-        try:
-            item, length = _parse_at(text, 0)
-        except json.JSONDecodeError:
-            if end == len(data):
-                raise
-            end, _ = next_item(
-                data, opening, at + 2 * (end - at)
-            )  # doubled, all tries together cost little
-            continue
+    def turn(self, item: Any, raw: bytes) -> Turn:
+        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's: what is
+        cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
-        return item, text[:length].encode(), decoded
+        if known := self.known.get(raw):
+            return known
+        turn = turn_of(item)
+        turn.raw = raw
+        if turn.role == "user" and self.scrubber is not None:
+            turn.counts = self.scrubber.edit(turn, True)
+        size = 1500 + 3 * len(raw)  # bytes, roughly
+        if size <= self.limit:
+            if self.size + size > self.limit:  # start anew, which costs one slow request
+                self.known, self.size = {}, 0
+            self.known[raw] = turn
+            self.size += size
+        return turn
 
 
 @dataclasses.dataclass
@@ -872,15 +691,12 @@ class Report:
         return bool(counts)
 
     def edits(self) -> int:
-        return (
-            self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
-            + self.lifted + self.replayed + self.dropped + self.tools_restored
-        )  # fmt: skip
+        about = ("items", "items_modified", "note")
+        return sum(number for name, number in vars(self).items() if name not in about)
 
 
 # ==================================================================================================
-# Scrub: rules that take out what never helps the model. Stateless: the same text in, the same text
-# out
+# Scrub: rules that take out what never helps the model. The same text in, the same text out
 # ==================================================================================================
 
 LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
@@ -895,15 +711,6 @@ def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
         raise TooMany(f"too many {what}")
-
-
-def check_limits(view: View) -> None:
-    """Raises Unreadable."""
-    check_limit("turns", len(view.turns))
-    check_limit("tools", len(listed(view.body.get("tools"))))
-    for turn in view.all():
-        if turn.said is None:  # else it was checked in an earlier request
-            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -924,37 +731,38 @@ _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
     r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
 )
-_CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026-05-07 ..." is somebody's own words
-    r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
-    r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
+_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
+    r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
+    r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
 # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-# without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
-# with the message, and never vary.
+# without a weekday name the sender, are stored with the message, and never vary.
 _STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
-_LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_TRUST = r"(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_BLOCK = rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n"
+_CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
+_REPLIED = r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "
 _EVENT = r"System(?: \(untrusted\))?:"
+_EVENTS = rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 
-LEADS = tuple(  # (kind, how it begins, how it ends; nothing: where the beginning does)
-    (kind, opening, re.compile(ending))
-    for kind, opening, ending in (
-        ("stamp", _STAMP, ""),
-        ("block", rf"{_LABEL} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
-        ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])", r"\n(?:\n|\Z)"),
-        ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
-        ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*", ""),
-        ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
-        ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
-        ("reminder", "<system-reminder>", "</system-reminder>"),
-        ("environment", "<environment_context>", "</environment_context>"),
-        ("environment", "<environment_details>", "</environment_details>"),
-        ("reply", r"\[Replying to ", r"\[/Replying\]"),
-        ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
-        ("line", r"Delivery: [^\n]*", ""),
-    )
-)  # fmt: skip
+LEADS = (  # (kind, how it begins, how it ends; nothing: where the beginning does)
+    ("stamp", _STAMP, ""),
+    ("block", _BLOCK, r"\n```(?=\n|\Z)"),
+    ("context", _CONTEXT, r"\n(?:\n|\Z)"),
+    ("current", _REPLIED, ""),
+    ("event", _EVENTS, ""),
+    ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
+    ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
+    ("reminder", "<system-reminder>", "</system-reminder>"),
+    ("environment", "<environment_context>", "</environment_context>"),
+    ("environment", "<environment_details>", "</environment_details>"),
+    ("reply", r"\[Replying to ", r"\[/Replying\]"),
+    ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
+    ("line", r"Delivery: [^\n]*", ""),
+)
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
+LEAD_ENDS = [re.compile(ending) for _, _, ending in LEADS]
 TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
@@ -976,19 +784,15 @@ class Lead(NamedTuple):
 
 
 def lead(text: str) -> list[Lead]:
-    """The decorations at the start of a user text, in order. Raises Unreadable.
-
-    At most one stamp counts: a second one was typed by the person.
-    """
+    """The decorations at the start of a user text, in order; a second stamp was typed by the
+    person. Raises Unreadable."""
     found: list[Lead] = []
-    stamped = False
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
-        kind, _, ending = LEADS[(opening.lastindex or 0) - 1]
-        closing = ending.search(text, opening.end())
-        if closing is None or (stamped and kind == "stamp"):
+        row = (opening.lastindex or 0) - 1
+        kind, closing = LEADS[row][0], LEAD_ENDS[row].search(text, opening.end())
+        if closing is None or (kind == "stamp" and any(one.kind == kind for one in found)):
             break
-        stamped = stamped or kind == "stamp"
         end = closing.end()
         while text.startswith("\n", end):
             end += 1
@@ -1005,59 +809,45 @@ def only_lead(text: str) -> bool:
     return not text[found[-1].end if found else 0 :].strip()
 
 
-# --- JSON members, found without parsing: the layout of what stays is kept -------------------------
+# --- JSON members, cut where they stand: the layout of what stays is kept --------------------------
 
 ID_KEYS = frozenset(
     ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
 )
-_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-# What is no string and no bracket passes if it looks like numbers, words, commas and colons: it is
-# enough to know where a value ends.
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
-JSON_COMMA = re.compile(r"\s*(,\s*)?")
-CLOSING = {"{": "}", "[": "]"}
+INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+MEMBER_END = re.compile(r"\s*(,\s*)?")
+_json_at = json.JSONDecoder().raw_decode
+
+
+def json_end(text: str, start: int) -> int:
+    """Where the JSON value at text[start] ends; -1 where none stands."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return _json_at(text, start)[1]
+    return -1
 
 
 def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON object or array at text[start] ends, and its members of those names, at any
-    depth. (-1, []) where no such value stands."""
-    quoted = {f'"{name}"' for name in names}
+    """Where the JSON value at text[start] ends (-1: none stands there), and its members of those
+    names, at any depth."""
+    end = json_end(text, start)
     found: list[Span] = []
-    open_brackets: list[str] = []
-    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
-    at = start
-    while token := JSON_TOKEN.match(text, at):
-        word, at = token[1], token.end()
-        if word in CLOSING:
-            open_brackets.append(CLOSING[word])
-        elif not open_brackets:
-            break
-        elif word in "}]":
-            if open_brackets.pop() != word:
-                break
-            if member >= 0 and len(open_brackets) == outside:
-                found.append((member, at))
-                member = -1
-            if not open_brackets:
-                return at, found
-        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
-            if text.startswith(("{", "["), value.end()):
-                member, outside = token.start(1), len(open_brackets)
-            else:
-                found.append((token.start(1), value.end()))
-            at = value.end()
-    return -1, []
+    done = start
+    name_of_one = re.compile(rf'(?<!\\)"(?:{"|".join(names)})"\s*:\s*')
+    for name in name_of_one.finditer(text, start, max(start, end)):
+        if name.start() >= done:  # else it stands within another
+            done = json_end(text, name.end())
+            found.append((name.start(), done))
+    return end, found
 
 
 def with_commas(text: str, members: list[Span]) -> list[Span]:
     """What has to go with these members of a JSON value, so that no comma dangles."""
     spans: list[Span] = []
     for start, end in members:
-        comma = JSON_COMMA.match(text, end)
-        assert comma is not None  # it matches nothing, too
-        if comma[1]:
-            spans.append((start, comma.end()))
+        behind = MEMBER_END.match(text, end)
+        assert behind is not None  # it matches nothing, too
+        if behind[1]:
+            spans.append((start, behind.end()))
             continue
         # the last one of its object: the comma before it goes
         while spans and spans[-1][1] == start:
@@ -1066,33 +856,22 @@ def with_commas(text: str, members: list[Span]) -> list[Span]:
             start -= 1
         if text[start - 1] == ",":
             start -= 1
-        spans.append((start, comma.end() if text[start - 1] == "{" else end))
+        spans.append((start, behind.end() if text[start - 1] == "{" else end))
     return spans
 
 
-# --- OpenClaw's inbound object ---------------------------------------------------------------------
-
-INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
-INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
-BRACKET = re.compile(
-    rf"{_STRING[:-1]}(?:\"|$)|[{{}}\[\]]", re.MULTILINE
-)  # a string ends with its line
-
-
 def inbound_objects(text: str) -> Iterator[int]:
-    """Where the openclaw.inbound_meta JSON objects of a system prompt begin; clients write one."""
+    """Where OpenClaw's inbound objects begin in a system prompt. Clients write one, and its schema
+    first, or behind few other members."""
     for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
-        room = max(0, mark.start() - INBOUND_ROOM)
-        open_brackets: list[re.Match[str]] = []
-        # No JSON string holds a line break, so from the start of a line on quotes come in pairs.
-        line = text.find("\n", room, mark.start()) + 1 if room else 0
-        for bracket in BRACKET.finditer(text, max(line, room), mark.start()):
-            if bracket[0] in CLOSING:
-                open_brackets.append(bracket)
-            elif bracket[0] in "}]" and open_brackets:
-                open_brackets.pop()
-        if open_brackets:
-            yield open_brackets[-1].start()
+        start = mark.start()
+        for _ in range(8):
+            start = text.rfind("{", max(0, mark.start() - 4096), start)
+            if start < 0:
+                break
+            if json_end(text, start) > mark.start():
+                yield start
+                break
 
 
 # --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
@@ -1101,21 +880,23 @@ Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
 
 def cut_inbound(text: str, _: list[Lead]) -> Cuts:
-    """The ids in OpenClaw's inbound object in a system prompt."""
-    members = []
+    """The ids in OpenClaw's inbound object in a system prompt; not who speaks and the flags, which
+    are lifted."""
+    found = []
     for start in inbound_objects(text):
-        members += json_members(text, start, ID_KEYS)[1]
-    return with_commas(text, members), len(members)
+        found += json_members(text, start, ID_KEYS)[1]
+    return with_commas(text, found), len(found)
 
 
 def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
-    """The ids in the labelled JSON blocks at the start of a user text."""
-    members = []
+    """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
+    running text, or in lines with an id, which clients store with the message."""
+    cut = []
     for block in leads:
-        end, found = json_members(text, block.inner, ID_KEYS) if block.kind == "block" else (-1, [])
-        if text.startswith("\n```", end) and end < block.end:
-            members += found
-    return with_commas(text, members), len(members)
+        if block.kind == "block":
+            end, found = json_members(text, block.inner, ID_KEYS)
+            cut += found if text.startswith("\n```", end) and end < block.end else []
+    return with_commas(text, cut), len(cut)
 
 
 STAMP = re.compile(_STAMP)
@@ -1146,39 +927,18 @@ def cut_billing(text: str, _: list[Lead]) -> Cuts:
 class Rule(NamedTuple):
     """A row of the table."""
 
-    on: Callable[[Config], bool]
     role: str  # whose texts it looks at
     first: bool  # only the first text of that role
     cuts: Callable[[str, list[Lead]], Cuts]
     counter: str  # the field of Report that counts its removals
-    markers: tuple[str, ...]  # one of them must be in the text before any work is done
+    markers: Iterable[str]  # one of them must be in the text before any work is done
 
 
-RULES = (
-    # Claude Code's billing header; spares the same words anywhere but at the very start
-    Rule(
-        lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
-        ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
-    ),
-    # ids in OpenClaw's inbound object; spares who speaks and the flags, which are lifted, and what
-    # is stable in a conversation
-    Rule(
-        lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
-        ("openclaw.inbound_meta.",),
-    ),
-    # ids in the blocks at the start of user texts; spares JSON without OpenClaw's label, ids in
-    # running text, and lines with an id, which clients store with the message
-    Rule(
-        lambda c: c.strip_message_ids == "1", "user", True, cut_block_ids, "msg_ids_removed",
-        tuple(ID_KEYS),
-    ),
-)  # fmt: skip
-# The time stamp, in OpenClaw's requests only; spares a stamp later in the text, two in a row, other
-# date forms.
-STAMP_RULE = Rule(
-    lambda c: c.strip_timestamps == "1" or (c.strip_timestamps == "auto" and not c.replay),
-    "user", True, cut_stamp, "ts_removed", (" 202", " 203"),
-)  # fmt: skip
+ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
+BILLING_RULE = Rule("system", True, cut_billing, "billing_removed", ATTRIBUTIONS)
+INBOUND_RULE = Rule("system", False, cut_inbound, "msg_ids_removed", ["openclaw.inbound_meta."])
+BLOCK_RULE = Rule("user", True, cut_block_ids, "msg_ids_removed", ID_KEYS)
+STAMP_RULE = Rule("user", True, cut_stamp, "ts_removed", (" 202", " 203"))  # OpenClaw's requests
 OPENCLAW = re.compile(
     r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
     r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
@@ -1199,44 +959,53 @@ class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.rules = [rule for rule in RULES if rule.on(config)]
-        self.stamps = [STAMP_RULE] if STAMP_RULE.on(config) else []
+        ids, stamps = config.strip_message_ids, config.strip_timestamps
+        switched = (
+            (BILLING_RULE, config.strip_billing),
+            (INBOUND_RULE, ids != "0"),
+            (BLOCK_RULE, ids == "1"),
+        )
+        self.rules = [rule for rule, on in switched if on]
+        self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
+        self.ids = ID_KEYS if ids == "1" else frozenset()
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place, then put the system text first. Raises Unreadable
-        for a body beyond LIMITS."""
+        """Run the table over a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
-        check_limits(view)
+        check_limit("turns", len(view.turns))
+        check_limit("tools", len(listed(view.body.get("tools"))))
         seen_system = False
-        for turn in view.all():
+        for at, turn in enumerate(view.all(), -len(view.head)):
+            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
             if turn.role not in ("system", "user"):
                 continue
-            if turn.counts is None:
-                turn.counts = self.edit(turn, not seen_system)
+            counts = turn.counts
+            if counts is None:
+                turn = turn.own()
+                counts = self.edit(turn, not seen_system)
+            if counts and at >= 0:
+                view.turns[at] = turn
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(turn.counts)
+            report.items_modified += report.count(counts)
         if self.stamps and from_openclaw(view):
             self.drop_stamps(view, report)
         if report.billing_removed:
-            drop_empty(
-                view, next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-            )
+            first = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+            drop_empty(view, first)
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
         one."""
         counts = self.edit_texts(turn, first, self.rules)
         for slot in turn.slots() if self.patterns else ():
-            text, removed = self.cut_own(slot.get())
-            if removed:
-                slot.set(text)
-                counts.append(("regex_removed", removed))
-        if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
-            for key in (
-                ID_KEYS & turn.item.keys()
-            ):  # beside role and content; never in a schema, argument or result
+            for pattern in self.patterns:
+                text = slot.get()
+                if removed := sum(bool(match.group()) for match in pattern.finditer(text)):
+                    slot.set(pattern.sub("", text))
+                    counts.append(("regex_removed", removed))
+        if turn.item is not None and "role" in turn.item:
+            for key in self.ids & turn.item.keys():  # beside the role, never in what it holds
                 del turn.item[key]
                 turn.changed()
                 counts.append(("msg_ids_removed", 1))
@@ -1249,10 +1018,8 @@ class Scrubber:
         rules = [rule for rule in rules if rule.role == turn.role]
         for slot in turn.slots() if rules else ():
             text, spans = slot.get(), []
-            due = [
-                rule for rule in rules
-                if (first or user or not rule.first) and any(marker in text for marker in rule.markers)
-            ]  # fmt: skip
+            due = [rule for rule in rules if first or user or not rule.first]
+            due = [rule for rule in due if any(marker in text for marker in rule.markers)]
             leads = lead(text) if due and user else []
             for rule in due:
                 found, removed = rule.cuts(text, leads)
@@ -1266,21 +1033,12 @@ class Scrubber:
                 break  # what follows the person's words was pasted or attached
         return counts
 
-    def cut_own(self, text: str) -> tuple[str, int]:
-        """A text without what the user's patterns match, and how many matches they had."""
-        removed = 0
-        for pattern in self.patterns:
-            if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
-                text = pattern.sub("", text)
-                removed += matches
-        return text, removed
-
     def drop_stamps(self, view: View, report: Report) -> None:
-        for index, turn in enumerate(view.turns):
+        for at, turn in enumerate(view.turns):
             if turn.role == "user":
                 changed = turn.own()
-                if counts := self.edit_texts(changed, True, self.stamps):
-                    view.turns[index] = changed
+                if counts := self.edit_texts(changed, True, [STAMP_RULE]):
+                    view.turns[at] = changed
                     report.count(counts)
                     report.items_modified += not turn.counts
 
@@ -1295,16 +1053,11 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 def drop_empty(view: View, turn: Turn) -> None:
     """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
     nothing else is in it."""
-
-    def is_empty(part: Any) -> bool:
-        text = part
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-            text = part.get("text")
-        return isinstance(text, str) and not text.strip()
-
     content = turn.holder.get(turn.key)
     parts = content if isinstance(content, list) else [content]
-    kept = [part for part in parts if not is_empty(part)]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    empty = [isinstance(text, str) and not text.strip() for text in texts]
+    kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
     if len(kept) == len(parts):
         return
     if kept:
@@ -1318,9 +1071,9 @@ def drop_empty(view: View, turn: Turn) -> None:
 
 # --- roles: the system text comes first -----------------------------------------------------------
 
-
 END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
 KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
 
 
 def reminder(text: str) -> str:
@@ -1328,22 +1081,10 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
-LONG_PROMPT = 2000  # characters of system text: less is read again in no time
-
-
 def pays(view: View) -> bool:
     """Whether a request's front is long enough to care for."""
-    return bool(view.body.get("tools")) or system_size(view) >= LONG_PROMPT
-
-
-def system_size(view: View) -> int:
-    """Characters of system text in front of the first turn."""
-    return sum([len(turn.text()) for turn in view.system()])
-
-
-def long_or_known(text: str) -> bool:
-    """Whether a leading system message belongs to the front."""
-    return len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text) is not None
+    size = sum([len(turn.text()) for turn in view.system()])
+    return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
 
 def system_first(
@@ -1366,27 +1107,28 @@ def system_first(
         beside_texts(turn)[0] for turn in systems
     ):
         return  # a system message without text, or with more than text: an unknown shape
-    leading, worth = view.leading(), pays(view)
-    count = 1 if leading and not view.head else 0
-    front, turns = view.turns[:count], view.turns[count:leading]
-    for turn in list(turns):
-        if not worth or long_or_known(turn.text()):
-            front.append(turn)
-            turns.remove(turn)
-    for at, turn in enumerate(view.turns[leading:], leading):
-        if turn.role in ("assistant", "tool"):
-            break
-        if turn.role == "system":
-            text = turn.text()
-            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
-                front.append(turn)
-                del view.turns[at]
-            break
-    turns += view.turns[leading:]
-    report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
-    if front and not view.head:
-        base, *front = [front[0].own(), *front[1:]]
-        if view.dialect.system and not count:
+    leading = view.leading()
+    started = bool(view.head)
+    front: list[Turn] = []  # what is merged
+    turns: list[Turn] = []
+    cares = pays(view)
+    for turn in view.turns[:leading]:
+        text = turn.text()
+        known = len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text)
+        merged = known or not cares or not (started or front)
+        (front if merged else turns).append(turn)
+    later = view.turns[leading:]
+    early = itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), later)
+    if late := next((turn for turn in early if turn.role == "system"), None):
+        text = late.text()
+        if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(late)):
+            front.append(late)
+            later.remove(late)
+    turns += later
+    report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
+    if front and not started:
+        base = front.pop(0).own()
+        if view.dialect.system and not leading:
             view.body[view.dialect.system] = base.text()
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
@@ -1403,11 +1145,11 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     results, where it stands between calls and their results."""
     kept: list[Turn] = []
     waiting: list[str] = []
-    like: Turn | None = None  # a system message: what is written anew has its form
+    form: Json = {}  # of a message that is written anew
     for index, turn in enumerate([*turns, None]):
         if turn is not None and turn.role == "system" and (index or view.head):
             waiting.append(reminder(turn.text()))
-            like = turn
+            form = {"type": "message"} if turn.item and "type" in turn.item else {}
             report.system_moved += 1
             continue
         results = turn is not None and turn.role == "tool"
@@ -1420,8 +1162,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
             elif kept and (before := with_text(view, kept[-1], text)):
                 kept[-1] = before
             else:
-                kind = {"type": "message"} if like and like.item and "type" in like.item else {}
-                kept.append(turn_of({**kind, "role": "user", "content": text}))
+                kept.append(turn_of({**form, "role": "user", "content": text}))
             waiting = []
         if turn is not None:
             kept.append(turn)
@@ -1437,7 +1178,7 @@ def with_text(view: View, turn: Turn, text: str) -> Turn | None:
     if isinstance(content, str):
         turn.refit(content + "\n\n" + text if content else text)
     elif isinstance(content, list):
-        turn.refit([*content, {"type": view.dialect.text, "text": text}])
+        content.append({"type": view.dialect.text, "text": text})
     else:
         return None
     return turn_of(turn.holder)
@@ -1455,25 +1196,22 @@ def scrub(
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
+    if not isinstance(payload, dict):
+        return payload, Report(note="unknown shape")
     try:
         body = copy.deepcopy(payload)
+        view = view_of(body, named[dialect] if dialect else guess_dialect(body))
+        if view is None:
+            raise Unreadable("unknown shape")
+        if config.scrub and view.dialect.edited:
+            Scrubber(config).apply(view, report)
+            if config.system_first:
+                system_first(view, report)
+            view.store()
     except RecursionError:
         return payload, Report(note="nested too deeply")
-    view = (
-        view_of(body, named[dialect] if dialect else guess_dialect(body))
-        if isinstance(body, dict)
-        else None
-    )
-    if view is None:
-        report.note = "unknown shape"
-    elif config.scrub and view.dialect.edited:
-        try:
-            Scrubber(config).apply(view, report)
-        except Unreadable as error:
-            return payload, Report(note=str(error))
-        if config.system_first:
-            system_first(view, report)
-        view.store()
+    except Unreadable as error:
+        return payload, Report(note=str(error))
     return body, report
 
 
@@ -1499,21 +1237,24 @@ class Lift(NamedTuple):
     label: str  # a short name that stays the same: who writes it, and what it is
     marker: str  # must be in the text before anything is looked for
     find: Callable[[str], Iterable[Piece]]
-    spares: str = ""  # what it must not find
     fenced: bool = False  # counts inside of fences, too
 
 
-# 2026-12-01; Tue Dec 01 2026; Tuesday, December 1, 2026; December 1, 2026; 12/1/2026
+# 2026-12-01; 12/1/2026; December 1, 2026; Tue Dec 01 2026; Tuesday, December 1, 2026
 _DATE = (
-    r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
-    r"|\d{1,2}/\d{1,2}/\d{4})"
+    r"(?:\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}"
+    r"|(?:[A-Z][a-z]{2,8},? )?[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
 )
 _HOURS = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
-_ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
+_ZONE = (
+    r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d"
+    r"|[A-Z][a-z]{1,20}/\w{1,30}))"
+)
 _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
+_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
-def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
+def lines(label: str, marker: str, pattern: str) -> Lift:
     """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
     compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
 
@@ -1525,7 +1266,7 @@ def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
                 yield Piece([match.span()], match.group().strip())
             at = match.end() if match else text.find("\n", at) + 1 or len(text)
 
-    return Lift(label, marker, find, spares)
+    return Lift(label, marker, find)
 
 
 def inbound_member(name: str) -> Lift:
@@ -1536,8 +1277,7 @@ def inbound_member(name: str) -> Lift:
             for found in json_members(text, start, (name,))[1]:
                 yield Piece(with_commas(text, [found]), text[slice(*found)])
 
-    spares = "a member of that name in other JSON"
-    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, spares, fenced=True)
+    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 
 
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
@@ -1552,9 +1292,7 @@ GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand betwe
 }
 
 
-def git_snapshot(
-    label: str, marker: str, first: str, needed: set[str], spares: str, **other: str
-) -> Lift:
+def git_snapshot(label: str, marker: str, first: str, needed: str, **other: str) -> Lift:
     """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
     `other` are parts that this client writes in another way."""
     parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
@@ -1566,59 +1304,48 @@ def git_snapshot(
         while opening := begin.search(text, end):
             start = at = opening.start()
             left = dict(parts)
-            while name := next((name for name in left if left[name].match(text, at)), ""):
-                part = left.pop(name).match(text, at)
-                assert part is not None
+            while part := next(filter(None, (left[name].match(text, at) for name in left)), None):
+                left = {name: one for name, one in left.items() if one is not part.re}
                 end = at = part.end()
                 while text.startswith("\n", at):
                     at += 1
-            if needed.isdisjoint(left):
+            if left.keys().isdisjoint(needed.split(", ")):
                 yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
 
-    return Lift(label, marker, find, spares)
+    return Lift(label, marker, find)
 
 
 LIFTS = (
-    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}",
-          "`Current date` inside a sentence"),
+    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}"),
     lines("OpenClaw: runtime", "| sessionId=",
-          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
-          "the runtime line without a session id, which is stable"),
+          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*"),
     lines("OpenClaw: sessions", " Sessions\n",
-          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
-          "the same words without a list of sessions"),
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+"),
     inbound_member("sender_id"),
     inbound_member("flags"),
-    git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
-                 "`# gitStatus` in a user reminder, git advice in tool descriptions",
+    git_snapshot("Claude Code: git status", "gitStatus", "title", "title",
                  status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
-          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
-          "`The date has changed. Today's date is now ...`, which is part of the story"),
+          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
-          rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
-    lines("Qwen Code: git status", "Current branch: ", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
-          "`git:` in running text or advice on commands"),
+          rf"[ \t]*Today's date: {_DATE}"),
+    lines("Qwen Code: git status", "Current branch: ",
+          r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*"),
     lines("Continue: git status", "gitStatus",
-          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>',
-          "other <context> blocks: rules and project files are stable"),
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>'),
     git_snapshot("Vibe, hermes: git status", "Recent commits:",
-                 "branch, short branch, main, status, commits", {"commits"},
-                 "`Recent commits` without commit lines"),
-    git_snapshot("Crush: git status", "Current branch: ", "branch", {"branch", "status"},
-                 "a branch without a status"),
+                 "branch, short branch, main, status, commits", "commits"),
+    git_snapshot("Crush: git status", "Current branch: ", "branch", "branch, status"),
     lines("hermes: Conversation started", "Conversation started: ",
-          rf"Conversation started: {_MOMENT}", "`Conversation started` without a date"),
+          rf"Conversation started: {_MOMENT}"),
     lines("OpenHands: current time", "<CURRENT_DATETIME>",
-          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>", "the tag in the middle of a line"),
+          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>"),
     lines("AnythingLLM, goose: current time", "<current",
-          r"<(current-time|current_datetime|current_time)>[^<]{0,200}</\1>", "the tag in the middle of a line"),
-    lines("Copilot CLI: session", "Session ",
-          r"Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-          "paths without a session's uuid: working directories are stable"),
+          r"<(current[-_]time|current_datetime)>[^<]{0,200}</\1>"),
+    lines("Copilot CLI: session", "Session ", rf"Session \w+: [^\n]*/{_UUID}"),
     *(
         lines(f"Open WebUI, goose: Current {name}", "urrent ",
-              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", "a longer sentence that only mentions it")
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}")
         for name in ("date", "time", "date and time", "datetime")
     ),
 )  # fmt: skip
@@ -1664,16 +1391,18 @@ def fences(text: str) -> list[Span]:
 def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Those pieces that do not stand in a fence together with other text."""
     inside: list[Span] | None = None
-    index = 0
+    tried = -1  # the newest fence that was looked at: no second piece of it can fill it
     for piece in pieces:
         if inside is None:
-            inside = fences(text) if "```" in text or "~~~" in text else []
+            inside = fences(text)
         start, end = piece.spans[0]
-        while index < len(inside) and inside[index][1] <= start:
-            index += 1
-        fenced = index < len(inside) and inside[index][0] < end
-        if not fenced or text[slice(*inside[index])].strip() == piece.text:
+        at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
+        if at == len(inside) or inside[at][0] >= end:
             yield piece
+        elif at > tried:
+            tried = at
+            if text[slice(*inside[at])].strip() == piece.text:
+                yield piece
 
 
 Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
@@ -1682,10 +1411,8 @@ Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the la
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
-    present: dict[str, bool] = {}
+    present = {marker: marker in text for marker in {row.marker for row in rows}}
     for row in rows:
-        if row.marker not in present:
-            present[row.marker] = row.marker in text
         pieces = row.find(text) if present[row.marker] else ()
         if not row.fenced:
             pieces = counting(text, pieces)
