@@ -4099,6 +4099,7 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
+TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
@@ -4138,7 +4139,6 @@ class Relay(BaseHTTPRequestHandler):
         self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.explained = False  # this request, while the model works
         self.held = 0  # bytes of its body
         self._headers_buffer = []
 
@@ -4231,11 +4231,11 @@ class Relay(BaseHTTPRequestHandler):
         if events == WRITE:
             self.poller.modify(self.upstream.sock, READ | WRITE)
         happened, seconds = 0, self.proxy.config.read_timeout
-        if not self.explained:
+        if not self.exchange.explained:
             happened = self.server_events(min(QUIET_SECONDS, seconds))
             if not happened:
-                self.explained = True
                 self.proxy.explain(self.exchange)
+                self.exchange.explained = True
         happened = happened or self.server_events(seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
@@ -4300,9 +4300,7 @@ class Relay(BaseHTTPRequestHandler):
         if not start:
             return False
         if not TOKEN_BYTES.match(start):
-            raise Refused(
-                400, "This is not HTTP; the address may need http:// instead of https://."
-            )
+            raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
         self.until = time.monotonic() + self.proxy.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
@@ -4326,13 +4324,9 @@ class Relay(BaseHTTPRequestHandler):
         if not match:
             raise Refused(400, "This is not an HTTP request line.")
         if match[3] != b"1":
-            raise Refused(
-                505,
-                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
-                " of https://.",
-            )
-        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+            raise Refused(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         old = match[4] == b"0"
+        self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
             length = body_length(headers)
@@ -4358,10 +4352,7 @@ class Relay(BaseHTTPRequestHandler):
     def origin_form(self, target: str) -> str:
         """The path of a request's target. Raises Refused for one that a server has no answer to."""
         if self.command == "CONNECT":
-            raise Refused(
-                405,
-                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
-            )
+            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
         if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
             target = target[absolute.end() :]
             target = target if target[:1] == "/" else "/" + target
@@ -4369,70 +4360,52 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(400, "The request's target must be a path.")
         return target
 
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+    def expect(self, request: Request) -> None:
+        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
+        nothing speaks against it. The library does it as soon as it has the head."""
+        if request.get("expect").lower() != "100-continue" or request.old:
+            return
+        self.until = 0.0
+        try:
+            self.rfile.peek(1)  # the body may be here already
+        except TimeoutError:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def begin_body(self, request: Request) -> None:
-        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
-        10.1.1), that is done only now, when nothing speaks against it."""
+    def body(self, request: Request) -> Iterator[bytes]:
+        """A request's body as it comes."""
+        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
         self.request.received, self.in_body = 0, True
-        if request.get("expect").lower() == "100-continue" and not request.old:
-            self.until = 0.0
-            try:
-                self.rfile.peek(1)  # it may be here already
-            except TimeoutError:
-                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.expect(request)
         self.until = time.monotonic() + BODY_SECONDS
-
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end."""
-        data: bytes = self.rfile.read1(size)
-        if not data:
-            raise ClientGone
-        return data
-
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise self.too_long()
-        body = bytearray()
-        if not length and not request.chunked:
-            return body
-        self.begin_body(request)
         try:
             for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                body += payload
-                self.hold(len(payload))
-            while len(body) < length:
-                data = self.receive(min(1 << 20, length - len(body)))
-                body += data
-                self.hold(len(data))
+                yield payload
+            while left:
+                data = self.rfile.read1(min(left, 1 << 18))
+                if not data:
+                    raise EOFError
+                left -= len(data)
+                yield data
         except BodyTooLong:
-            raise self.too_long() from None
+            raise Refused(413, TOO_LONG % limit) from None
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
-            raise self.too_slow() from None
+            text = f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed."
+            raise Refused(408, text) from None
         except EOFError:
             raise ClientGone from None
+
+    def read_body(self, request: Request) -> bytearray:
+        """The whole body; its bytes are counted until the request has ended."""
+        body = bytearray()
+        for data in self.body(request) if request.length or request.chunked else ():
+            body += data
+            self.held += len(data)
+            if not self.server.hold(len(data)):
+                raise Refused(503, "All bodies together take too much memory; try again soon.")
         self.server.waiting.pop(self.socket, None)
         return body
-
-    def hold(self, size: int) -> None:
-        """Count bytes of a body that stay in memory until the request has ended."""
-        self.held += size
-        if not self.server.hold(size):
-            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
-
-    def too_long(self) -> Refused:
-        limit = self.proxy.config.max_body_mb << 20
-        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
-
-    def too_slow(self) -> Refused:
-        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -4440,14 +4413,15 @@ class Relay(BaseHTTPRequestHandler):
         self.check_origin(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
+            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.explained = False
         self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
+            self.check_length(request.length or 0)
             if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
@@ -4457,8 +4431,6 @@ class Relay(BaseHTTPRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
-                raise self.too_long()
             self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
         except Refused as refused:
@@ -4475,23 +4447,24 @@ class Relay(BaseHTTPRequestHandler):
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, TOO_LONG % limit)
+
     def check_origin(self, request: Request) -> None:
         """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(
-                403,
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
+            text = (
+                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
             )
-        if request.method != "POST" or not from_other_site(request):
-            return
+            raise Refused(403, text)
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(
-                403, "A web page of another site may only send application/json to this server."
-            )
+        if request.method == "POST" and kind != "application/json" and from_other_site(request):
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The library's errors are HTML pages; these are what clients of the API understand."""
@@ -4538,21 +4511,29 @@ class Relay(BaseHTTPRequestHandler):
         a connection used before and nothing came back: the server had closed it (RFC 9112 section
         9.3.1)."""
         backend = self.proxy.backend
-        streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
-        response = None
-        upstream = None if streamed else backend.pool.take()
+        # A body that is passed on as it comes cannot be sent twice.
+        upstream = (
+            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
+        )
         if upstream is not None:
             with contextlib.suppress(http.client.RemoteDisconnected):
-                response = self.ask(exchange, upstream, 0)
-        if upstream is None or response is None:
-            upstream = self.connect()
-            try:
-                response = self.ask(exchange, upstream, streamed)
-            except http.client.RemoteDisconnected:
-                backend.lost()
-                message = "closed the connection without an answer; its log may say why."
-                raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+                return self.forward_over(exchange, upstream)
+        try:
+            self.forward_over(exchange, self.connect())
+        except http.client.RemoteDisconnected:
+            backend.lost()
+            message = "closed the connection without an answer; its log may say why."
+            raise Refused(502, f"The model server at {backend.name()} {message}") from None
+
+    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
+        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
+        try:
+            response = self.ask(exchange, upstream)
+            self.relay(exchange, response)
+        except BaseException:
+            upstream.close()
+            raise
+        self.proxy.backend.pool.give(upstream, response)
 
     def connect(self) -> Upstream:
         """A new connection to the server. Raises Refused."""
@@ -4568,9 +4549,8 @@ class Relay(BaseHTTPRequestHandler):
                 f" and is BACKEND_URL right? {USUAL_PORTS}",
             ) from None
 
-    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
-        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
+        """Send a request and read the answer's head."""
         stream = upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         self.upstream, self.poller = upstream, Poll()
@@ -4582,24 +4562,20 @@ class Relay(BaseHTTPRequestHandler):
             # The client may have left by now, and what an idle connection has is its end.
             if self.server_events(0) and upstream.expires:
                 raise ConnectionResetError
-            self.send_request(exchange, upstream, streamed)
+            self.send_request(exchange, upstream)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
-        except BaseException as fault:
-            upstream.close()
-            if isinstance(fault, TimeoutError):
-                raise Refused(504, f"The model server does not answer: {fault}.") from None
-            if isinstance(fault, BadMessage):
-                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
-            if isinstance(fault, (ConnectionError, EOFError)):
-                if not stream.received:
-                    raise http.client.RemoteDisconnected("") from None
-                raise Refused(  # it is not repeated: the server may have run it
-                    502, "The model server closed the connection in the head of its answer."
-                ) from None
-            raise
+        except TimeoutError as late:
+            raise Refused(504, f"The model server does not answer: {late}.") from None
+        except BadMessage as bad:
+            raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
+        except (ConnectionError, EOFError):
+            if not stream.received:
+                raise http.client.RemoteDisconnected("") from None
+            text = "The model server closed the connection in the head of its answer."
+            raise Refused(502, text) from None  # not repeated: the server may have run it
 
-    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
         """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
         target = under(upstream.url, request.target).decode("latin-1")
@@ -4615,33 +4591,25 @@ class Relay(BaseHTTPRequestHandler):
                 length = request.length or 0 if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if streamed:
-                self.pass_body(request, upstream, streamed)
+            if body is None and request.length:
+                self.pass_body(request, upstream)
             upstream.unfinished = False
-        except (Answered, ConnectionError):
-            pass  # an early answer (413, 401), or one that stands before the close
-        if streamed and upstream.unfinished:
-            # What is left of the body must not be taken for the next request.
-            self.close_connection = self.linger = True
+        except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
+            if body is None and request.length:  # the rest must not become the next request
+                self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
-        """Pass a body on as it comes."""
-        self.begin_body(request)
-        while length:
-            try:
-                data = self.receive(min(1 << 18, length))
-            except TimeoutError:
-                raise self.too_slow() from None
-            length -= len(data)
+    def pass_body(self, request: Request, upstream: Upstream) -> None:
+        """Send a body on as it comes. The time that the server takes is not the client's."""
+        for data in self.body(request):
             begun = time.monotonic()
             upstream.send(data)
-            self.until += time.monotonic() - begun  # the server's time is not the client's
+            self.until += time.monotonic() - begun
         self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
-    def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
+    def relay(self, exchange: Exchange, response: Response) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
@@ -4664,16 +4632,12 @@ class Relay(BaseHTTPRequestHandler):
             exchange.tap = None
         try:
             self.pump(exchange, response)
-        except BaseException as fault:
-            upstream.close()
-            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
-                raise
+        except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-        self.proxy.backend.pool.give(upstream, response)
 
     def pump(self, exchange: Exchange, response: Response) -> None:
         """Send the client an answer's body, with its head in front."""
