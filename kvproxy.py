@@ -3112,11 +3112,10 @@ class Prompt:
     """A prompt as it was forwarded, segment by segment: names and texts.
 
     `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
-    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
-    of the conversation's first prompt."""
+    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
+    `tokens` and `number` are known once the request is finished."""
 
-    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
+    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
                  "step", "texts", "time", "tokens", "turns")  # fmt: skip
 
     def __init__(
@@ -3134,8 +3133,9 @@ class Prompt:
         self.texts = [text for _, text in segments]
         self.first = sum(not name.startswith("turn ") for name in self.names)
         self.chain, self.turns = links(segments), links(segments[self.first :])
+        self.head = self.chain[self.first - 1] if self.first else 0
         self.tokens: int | None = None
-        self.number, self.pace = 0, 0.0
+        self.number = 0
 
     def length(self, depth: int | None = None) -> int:
         """Characters, of the first `depth` segments or of all."""
@@ -3146,10 +3146,6 @@ class Prompt:
 
     def system(self) -> str:
         return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def head(self) -> int:
-        """A hash of all before the first turn."""
-        return self.chain[self.first - 1] if self.first else 0
 
     def opening(self) -> str:
         """The first turn's text."""
@@ -3182,9 +3178,6 @@ def links(segments: list[tuple[str, str]]) -> list[int]:
     """For each segment a hash of all up to it."""
     chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
     return list(chained)[1:]
-
-
-# --- texts that differ ----------------------------------------------------------------------------
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3366,13 +3359,17 @@ class Ledger:
         case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
         if not case.whole:
             locate_change(case, base)
-            if not prompt.side and is_rewritten(case, base):
+            place = verdict.where.split()[0]
+            same = place != "system" or alike(base.system(), prompt.system())
+            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+            volatile = place != "turn" and verdict.kind in VOLATILE
+            if not prompt.side and same and (goes_on or volatile):
                 verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
             else:
                 verdict.name = "cold" if verdict.share < 0.05 else "new branch"
             return case
-        verdict.name, talk = "extended", (base.conversation, base.head())
-        again = [one for one in newer if (one.conversation, one.head()) == talk]
+        verdict.name, talk = "extended", (base.conversation, base.head)
+        again = [one for one in newer if (one.conversation, one.head) == talk]
         if not prompt.side and any(not one.side for one in again):
             same = len(prompt.chain) == len(base.chain)
             verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
@@ -3448,17 +3445,6 @@ def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
     return named + [one for one in others if looks_alike(one)]
 
 
-def is_rewritten(case: Case, base: Prompt) -> bool:
-    """Whether a prompt that does not go on from an earlier one is that one changed, and not
-    another."""
-    verdict, prompt = case.verdict, case.prompt
-    if verdict.where.startswith("turn "):
-        return case.base is not None
-    if verdict.where == "system" and not alike(base.system(), prompt.system()):
-        return False
-    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
-
-
 def locate_change(case: Case, base: Prompt) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
@@ -3478,8 +3464,8 @@ def locate_change(case: Case, base: Prompt) -> None:
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
         return
-    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
-        verdict.kind = "order of tool results"
+    elif new and stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "order of tool results" if "(tool)" in name else "in another order"
     elif old and (
         not name
         or ("(assistant)" in name and "(assistant)" not in old_name)
@@ -3499,16 +3485,6 @@ def locate_change(case: Case, base: Prompt) -> None:
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
     case.texts = old, new
-
-
-def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
-    """Whether the tool results that begin at a place are the same in another order."""
-    lines = []
-    for prompt in (a, b):
-        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
-        results = prompt.texts[depth : depth + len(list(names))]
-        lines.append("\n".join(results).split("\n"))
-    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3601,14 +3577,13 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     return missing if due and missing >= little else 0
 
 
-def settle(case: Case, usage: Usage, config: Config, waited: float = 0.0) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the verdict.
-    `waited`: seconds to the first byte of a stream, which comes when the prompt is read; 0 if not
-    known."""
+def settle(case: Case, usage: Usage, config: Config) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the
+    verdict."""
     verdict, prompt, base = case.verdict, case.prompt, case.base
     prompt.tokens = usage.prompt
     if base is not None:
-        verdict.base, prompt.pace = base.number, base.pace
+        verdict.base = base.number
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
@@ -3620,14 +3595,6 @@ def settle(case: Case, usage: Usage, config: Config, waited: float = 0.0) -> Non
         verdict.advice = "by kvproxy itself; the client only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
         verdict.cure = cure_of(case, config)
-    if usage.cached is None and waited:
-        pace, first = 1e6 * waited / (prompt.length() or 1), prompt.pace
-        prompt.pace = first or pace
-        if first:
-            verdict.advice = (
-                f"first byte after {waited:.1f} s, {pace:.0f} ms for each 1,000 characters;"
-                f" {first:.0f} ms in this conversation's first request"
-            )
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -3651,21 +3618,6 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     else:
         why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
-
-
-def explain_template(
-    case: Case, usage: Usage, config: Config, where: str, texts: tuple[str, str]
-) -> None:
-    """Turn a loss into a verdict on the chat template; `texts`: what it made of a place, before and
-    now."""
-    verdict = case.verdict
-    verdict.name = verdict.kind = "template"
-    verdict.where, (verdict.before, verdict.after) = where, texts
-    verdict.advice = (
-        f"the chat template renders {where} otherwise than before ({texts[0]!r} -> {texts[1]!r}),"
-        f" so {usage.cached:,} of {verdict.expected:,} tokens were reused:"
-        f" {advice('template', config)}"
-    )
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3716,31 +3668,21 @@ def taken_advice(case: Case, own: float) -> str:
     shares = [one.common(base) / (one.length() or 1) for one in case.between]
     shared = max(shares)
     other = case.between[shares.index(shared)]
-    told = "another conversation"
-    if other.side:
-        told = f"a {other.side} request"
-    elif other.conversation == base.conversation:
-        told = "a request of the same chat in another form"
-    told += " came in between"
-    if more := len(shares) - 1:
-        told += f", and {counted(more, 'other')}"
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    told = (f"a {other.side} request" if other.side else who) + " came in between"
     if shared <= 0.1:
         return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
     size = other.tokens or other.length() // 4
     told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
     wanted = math.ceil(100 * shared + 1) / 100
-    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
-        apart = "no -sps keeps two apart that have so much in common"
-    one_slot = "-np 2 gives each its own, if memory allows"
-    slots = case.server.get("slots")
-    helps = f"with one slot, {one_slot}; with several, {apart}"
-    if slots is not None:
-        helps = one_slot if slots == 1 else apart
-    return f"{told} and so was given this slot: {helps}"
+        several = "no -sps keeps two apart that have so much in common"
+    one = "-np 2 gives each its own, if memory allows"
+    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
+    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
-
-# --- kinds of requests ----------------------------------------------------------------------------
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
 SIDE_SHAPES = re.compile(
@@ -5473,9 +5415,7 @@ class Proxy:
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
-                streamed = exchange.stream and exchange.begun
-                waited = exchange.begun - exchange.sent if streamed else 0.0
-                settle(case, exchange.usage, self.config, waited)
+                settle(case, exchange.usage, self.config)
                 if case.server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
             self.capture.write(exchange)
@@ -5518,8 +5458,14 @@ class Proxy:
                 where = where or name
                 if found >= 0:
                     break
-        texts = around(prompts[0], at), around(prompts[1], at)
-        explain_template(case, exchange.usage, self.config, where, texts)
+        verdict = case.verdict
+        verdict.name, verdict.kind, verdict.where = "template", "template", where
+        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
+        verdict.advice = (
+            f"the chat template renders {where} otherwise than before"
+            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+        )
 
     def weights(self, exchange: Exchange) -> Json:
         """Where the tokens of a prompt that is kept go, estimated from its characters: system,
@@ -5563,46 +5509,33 @@ def visible(text: str) -> str:
     )
 
 
+# The original's line, which scripts read; other counts follow where they are not 0.
+LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+
+
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a
     reason."""
-    request, report, usage, verdict = (
-        exchange.request,
-        exchange.report,
-        exchange.usage,
-        exchange.verdict,
-    )
+    request, report, usage = exchange.request, exchange.report, exchange.usage
+    verdict, status = exchange.verdict, exchange.status
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        always = (
-            "items",
-            "ts_removed",
-            "msg_ids_removed",
-            "items_modified",
-        )  # the original's line, which scripts read
         counts = {name: count for name, count in vars(report).items() if name != "note"}
-        parts += [f"{name}={counts.pop(name)}" for name in always]
-        parts += [
-            f"stream={exchange.stream}",
-            *(f"{name}={count}" for name, count in counts.items() if count),
-        ]
+        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
+        parts.append(f"stream={exchange.stream}")
+        parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
-            parts.append(
-                f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)"
-            )
-        elif exchange.status == 200 and not exchange.counting:
+            share = 100 * usage.cached / usage.prompt
+            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+        elif status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        if verdict is not None:
-            parts.append(verdict.title())
-        if report.note:
-            parts.append(f"forwarded as it came: {report.note}")
-    if exchange.status != 200 or len(parts) == 1:
-        parts.append(f"status={exchange.status or '-'}")
-    if exchange.fault:
-        parts.append(exchange.fault)
-    lines = [" | ".join(parts)]
+        parts.append(verdict.title() if verdict is not None else "")
+        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
+    if status != 200 or len(parts) == 1:
+        parts.append(f"status={status or '-'}")
+    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
     if verdict is not None and verdict.line() and not verdict.side:
         lines.append("    " + verdict.line())
     return lines
@@ -5612,27 +5545,19 @@ class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = (
-        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
-    )
+    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(
-            maxlen=20
-        )  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(
-            maxlen=60
-        )  # time, share, verdict
-        self.counts: collections.Counter[tuple[str, str]] = (
-            collections.Counter()
-        )  # (label in METRIC_HELP, its value)
+        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
+        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
+        self.bodies, self.kept = collections.deque(), 0  # bytes of them
+        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        # (label in METRIC_HELP, its value) -> number
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.bodies: collections.deque[Exchange] = (
-            collections.deque()
-        )  # of `recent`, those with bodies
-        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5640,43 +5565,47 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
-        usage, verdict, report = exchange.usage, exchange.verdict, exchange.report
+        verdict, report, counts = exchange.verdict, exchange.report, self.counts
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            self.counts["status", str(exchange.status)] += 1
+            counts["status", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
                     if number and name not in ("items", "items_modified", "note"):
-                        self.counts["kind", name] += number
+                        counts["kind", name] += number
             if report.note:
-                self.counts["reason", report.note.split(" (")[0]] += 1
+                counts["reason", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None and self.config.keep_requests:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
-            self.counts["verdict", verdict.name] += 1
-            if usage.prompt is None or usage.cached is None:
+            counts["verdict", verdict.name] += 1
+            prompt, cached = exchange.usage.prompt, exchange.usage.cached
+            if prompt is None or cached is None:
                 return ""
-            read, ms = usage.prompt - usage.cached, usage.prompt_ms
-            self.counts["state", "reused"] += usage.cached
-            self.counts["state", "read"] += read
-            if (
-                ms is None and exchange.stream and exchange.begun
-            ):  # the first event comes when the prompt is read
-                ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= self.LONG_READ:
-                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
-            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
-            if self.long_reads[1] and more >= 64:
-                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
+            counts["state", "reused"] += cached
+            counts["state", "read"] += prompt - cached
+            self.save(exchange, prompt, cached)
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
+            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
-            self.window.append((usage.cached, usage.prompt, verdict.name))
+            self.window.append((cached, prompt, verdict.name))
             return self.warning()
+
+    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
+        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
+        the rate of all long reads."""
+        read, ms = prompt - cached, exchange.usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= self.LONG_READ:
+            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+        more = cached - round(exchange.straight * prompt)
+        if self.long_reads[1] and more >= 64:
+            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
@@ -5703,8 +5632,7 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest are let go when all take too much
-        memory."""
+        """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
         self.bodies.append(exchange)
         self.kept += exchange.size()
@@ -6924,7 +6852,7 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<cancelled>\d+)
+cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
@@ -6932,50 +6860,54 @@ LOG_SLOT = re.compile(
     r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_FLOATS = ("sim", "ms")
-LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
+LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
+LOG_CAUSES = {
+    "no similar slot": "no slot held a similar prompt",
+    "low similarity": "little in common with what the slot held",
+    "not all kept": "the slot held a similar prompt, but most was read again",
+    "slot cut": "a part of what the slot held was thrown away",
+}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
-    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
+    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
+    " the slot's old content that stayed."
 )
 STRAIGHT = (
-    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
-    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures"
+    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
+    " reads best."
 )
-INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
+# None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
+INSPECT_ROW: Json = {
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
+    **{"estimated": False, "cause": "", "cure": ""},
 }
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115 - closed below
-        size = 0 if args.file == "-" else os.path.getsize(args.file)
+        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
     number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
-        print('{"requests": [', end="")
+        print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, size, reader), 1):
+        for number, row in enumerate(inspect_rows(file, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
+                print("," * (number > 1) + visible(json.dumps(row)))
             else:
-                print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
-            if row["cause"]:
-                found = findings.setdefault(row["cause"], {
-                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
-                    "example": row["what"], "cure": row["cure"],
-                })  # fmt: skip
+                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
+            if cause := row["cause"]:
+                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+                new |= {"example": row["what"], "cure": row["cure"]}
+                found = findings.setdefault(cause, new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
@@ -6983,46 +6915,39 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
+        print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
-        print(
-            "No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4)."
-        )
+        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
-    print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    if told and not reader.ledger.count:
-        print(textwrap.fill(STRAIGHT, 110))
+    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
+    if not told:
+        lines[-1] = "Nothing was wasted."
+    elif not reader.ledger.count:
+        lines.append(STRAIGHT)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
+        lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
+    for line in lines:
+        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
-    bytes, 0: not known."""
-    shown, lines = time.monotonic(), file
+def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
+    """The rows of a file, one by one."""
+    lines = file
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
     while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
-        if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
-            print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
-            shown = time.monotonic()
     yield from reader.end()
 
 
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    tokens, read = (
-        "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
-    )
-    sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    name, what = visible(row["name"][:28]), visible(row["what"])
-    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
+    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
+    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
 
 
 def inspect_advice(found: Json, config: Config) -> str:
@@ -7049,8 +6974,7 @@ class LogReader:
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for anything that is neither a capture's nor a log's
-        line."""
+        """The rows that a line completes; none for a line of anything else."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -7068,34 +6992,29 @@ class LogReader:
         if view is None:
             return []
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
-        status = row.get("status", 200)
-        name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
+        path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
+        found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
-        headers = {
-            str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
-        }
+            return [{**found, "what": f"status {status}"}]
+        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
         prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
-        case.idle = now - self.ended if self.ended else 0.0
+        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
-        told: Json = {
-            key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
-        }
+        told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
-        self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
-        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
+        found.update(sim=round(verdict.share, 3), estimated=estimated)
         found.update(tokens=usage.prompt, read=usage.read())
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found.update(cause=cause_of(verdict), cured=cured)
@@ -7112,29 +7031,22 @@ class LogReader:
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log; what stands in front of it (docker, journal, router) does
-        not matter."""
+        """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
         number = (found[2] or found[4]) if found else None
         if found:
             self.slots[port] = found[1] or found[3]
         slot = port, self.slots.get(port, "?")
-        name, match = next(
-            ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
-        )
+        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
+        name, match = next(hits, ("", None))
         if match is None:
             return []
         if name == "start":
             return self.end(port)
         if name == "cancel":
-            number = match["cancelled"]
-            ended = [
-                key
-                for key, task in self.tasks.items()
-                if (key[0], task.get("task")) == (port, number)
-            ]
-            return [self.close(slot, ", cancelled") for slot in ended]
+            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
+            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
         task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
         if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
@@ -7145,8 +7057,7 @@ class LogReader:
             task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
-                task[key] = kind(value)
+                task[key] = LOG_TYPES.get(key, int)(value)
         if name == "slot" and (keep := LOG_KEEP.search(text)):
             task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
@@ -7156,32 +7067,28 @@ class LogReader:
     def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
-        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
-        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
-        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
         if read is None and tokens is not None and "cached" in task:
-            read = row["read"] = tokens - task["cached"]
+            read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(port, 0)
         self.longest[port] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
+        low = sim is None or sim < 0.5
+        cause, what = "", "read" if tokens is None or read == tokens else "reused"
         if "forced" in task and "lru" not in task:
-            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
-        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
-            row["what"] = "first prompt of its length"
-        elif mostly and sim is None:
-            row.update(cause="no similar slot", what="no slot held a similar prompt")
-        elif mostly and sim < 0.5:
-            row.update(cause="low similarity", what="little in common with what the slot held")
+            cause, what = "full re-processing", f"full {task['forced'].strip()}"
+        elif mostly and low and size > 2 * longest:
+            what = "first prompt of its length"
         elif mostly:
-            row.update(
-                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            cause = (
+                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
-        else:
-            row["what"] = "read" if tokens is None or read == tokens else "reused"
-        row["what"] += suffix
-        return row
+            cause = "slot cut"
+        what = LOG_CAUSES.get(cause, what)
+        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
+        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return row | {"cause": cause, "what": what + suffix}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was

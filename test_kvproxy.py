@@ -9218,17 +9218,6 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
     )
 
 
-def test_explain_without_numbers_the_pace_is_told(rig: Any) -> None:
-    """Time to the first byte for each 1,000 characters, against the conversation's first request."""
-    one = rig(ex_scripted(None), log_level="info")
-    found = ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
-    told = [exchange.verdict.line() for exchange in found]
-    assert told[0] == ""  # a first prompt has nothing to be held against
-    pattern = r"first byte after \d+\.\d s, \d+ ms for each 1,000 characters; \d+ ms in this conversation's first request"
-    assert all(re.fullmatch(pattern, line) for line in told[1:])
-    assert one.log.lines[-1].strip() == told[2]
-
-
 def test_explain_where_a_prompt_goes(rig: Any) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [ex_tool(f"t{n}", "x" * 50 * n) for n in range(7)]
