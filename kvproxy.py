@@ -3359,7 +3359,7 @@ class Ledger:
         case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
         if not case.whole:
             locate_change(case, base)
-            place = verdict.where.split()[0]
+            place = verdict.where.partition(" ")[0]
             same = place != "system" or alike(base.system(), prompt.system())
             goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
             volatile = place != "turn" and verdict.kind in VOLATILE
@@ -3453,6 +3453,7 @@ def locate_change(case: Case, base: Prompt) -> None:
     name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
     old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
     verdict.where = name or old_name
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system() != prompt.system():
         verdict.where, old, new = "system", base.system(), prompt.system()
     elif was != now:
@@ -3464,13 +3465,9 @@ def locate_change(case: Case, base: Prompt) -> None:
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
         return
-    elif new and stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
         verdict.kind = "order of tool results" if "(tool)" in name else "in another order"
-    elif old and (
-        not name
-        or ("(assistant)" in name and "(assistant)" not in old_name)
-        or stands_behind(new, base, depth)
-    ):
+    elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
         case.texts = old, ""
         return
@@ -3489,7 +3486,7 @@ def locate_change(case: Case, base: Prompt) -> None:
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
     """Whether a text stands behind a place; a word or two only if close to it."""
-    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
@@ -3622,16 +3619,15 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
 ADVICE = {
-    "away": "the server was away in between (restart or crash)|warmup_file|WARMUP_FILE has it"
-    " read the prompts in again after a start",
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the"
-    " model is a hybrid, recurrent or sliding-window one without a checkpoint there"
-    " (--ctx-checkpoints, --swa-full)",
-    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and"
-    " sliding-window models: --ctx-checkpoints), or the chat template renders old turns in"
-    " another way",
+    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
+    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
+    " --swa-full)",
+    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
+    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "system": "the client writes this part of its system prompt anew",
@@ -3640,8 +3636,8 @@ ADVICE = {
     "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
     " read all again",
     "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was"
-    " no checkpoint in front of the change: --ctx-checkpoints, --swa-full",
+    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
@@ -5449,15 +5445,12 @@ class Proxy:
         at = common_prefix(*prompts)
         if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
             return
-        where, place = "", 0
-        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
-            found = prompts[0].find(text.strip()[:60], place)
-            if 0 <= found < at - min(60, len(text)):
-                where, place = "", found
-            else:  # a call is not rendered as in the ledger
-                where = where or name
-                if found >= 0:
-                    break
+        turns = [*base.names[base.first :], ""]
+        where, place = turns[0], 0
+        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+            found = prompts[0].find(text.strip()[:60], place, at)
+            if found >= 0:
+                where, place = following, found
         verdict = case.verdict
         verdict.name, verdict.kind, verdict.where = "template", "template", where
         verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
