@@ -2601,8 +2601,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer; None where it did not (never 0 for unknown). Tokens,
-    milliseconds."""
+    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -2611,58 +2610,64 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        return (
-            self.prompt - self.cached
-            if self.prompt is not None and self.cached is not None
-            else None
-        )
+        if self.prompt is None or self.cached is None:
+            return None
+        return self.prompt - self.cached
 
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
-    **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
-    **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
-    "input_tokens": "input",  # in /v1/messages only what was not cached
-    "cache_read_input_tokens": "cache_read",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
+    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
+    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    # Anthropic's: input_tokens are only what was not cached.
+    "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    **{
-        name: name for name in ("cache_n", "prompt_n", "prompt_ms")
-    },  # llama.cpp's result_timings::to_json
-}
+    # llama.cpp's result_timings::to_json
+    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
+}  # fmt: skip
 USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-# Events that hold numbers, at each end of a window: where each has some, they are running totals.
-USAGE_TRIES = 8
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(first: bytes, last: bytes = b"") -> Usage:
-    """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
+def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
+    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
+    if not streamed:
+        return [[window] for window in windows]
+    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
 
-    `first` is the whole of it, or its first bytes, and `last` its last ones."""
-    found: dict[str, float] = {}
-    for window in (first, last) if last else (first,):
-        text = window.decode("latin-1")  # all that matters is ASCII
-        streamed = text.startswith("data:") or "\ndata:" in text
-        lines = (
-            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
-            if streamed
-            else [text]
-        )
-        whole = window is (last or first)  # else its last line may be cut off
-        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
+    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
+    found: Json = {}
+    windows = answer_texts(first, last)
+    for window in windows:
+        texts = [text for text in window if USAGE_MEMBERS.search(text)]
+        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 try:
-                    event = json.loads(line.removeprefix("data:"))
+                    event = members(json.loads(text))
                 except ValueError:
-                    event = last_members(line) if whole else {}
-                for part in (event, members(event).get("response"), members(event).get("message")):
-                    numbers = members(part)
-                    named = {key: numbers.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
-    return settled(found)
+                    event = last_members(text) if window is windows[-1] else {}
+                for part in map(members, (event, event.get("response"), event.get("message"))):
+                    named = {key: part.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+    prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
+    if "input" in found:
+        cached = found.get("cache_read", cached)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
+    if read is not None and "cache_n" in found:
+        prompt, cached = read + found["cache_n"], found["cache_n"]
+    elif read is not None and cached is None and prompt is not None and prompt >= read:
+        cached = prompt - read  # a llama-server without cache_n
+    if prompt is not None and cached is not None:
+        cached = min(cached, prompt)
+    return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
 def last_members(text: str) -> Json:
@@ -2677,41 +2682,18 @@ def last_members(text: str) -> Json:
     return {}
 
 
-def read_numbers(found: dict[str, float], numbers: Json) -> None:
+def read_numbers(found: Json, numbers: Json) -> None:
     """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
     for key, number in numbers.items():
-        if (
-            key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15
-        ):  # no bool, NaN or infinity
-            found[USAGE_KEYS[key]] = number
-        elif isinstance(number, dict):
+        if isinstance(number, dict):
             read_numbers(found, number)
+        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
+            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
 
 
-def settled(found: dict[str, float]) -> Usage:
-    """What follows from the numbers that were found; what does not stays None."""
-    prompt, cached = found.get("prompt"), found.get("cached")
-    if "input" in found:
-        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
-        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
-        cached = found.get("cache_read", cached)
-    if "prompt_n" in found:
-        if "cache_n" in found:
-            prompt, cached = found["prompt_n"] + found["cache_n"], found["cache_n"]
-        elif cached is None and prompt is not None and prompt >= found["prompt_n"]:
-            cached = (
-                prompt - found["prompt_n"]
-            )  # before cache_n: prompt_n was already what had to be read
-    if cached is not None and prompt is not None:
-        cached = min(cached, prompt)
-    prompt, cached, output = (
-        None if number is None else int(number) for number in (prompt, cached, found.get("output"))
-    )
-    return Usage(prompt, cached, found.get("prompt_ms"), output)
-
-
+# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
 _PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2721,25 +2703,19 @@ ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of ob
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    found: list[tuple[str, frozenset[str]]] = []
-    for window in filter(None, (first, last)):
-        texts: list[str] = []
-        calls: set[str] = set()
-        lines = [window]
-        if streamed:
-            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
-                for text, call in answer_parts(json.loads(line)):
-                    texts.append(text)
-                    calls.add(plain(call))
-        found.append(("".join(texts), frozenset(calls - {""})))
-    if not found:
+    windows: list[tuple[str, set[str]]] = []
+    for window in answer_texts(first, last):
+        said: list[tuple[str, str]] = []
+        for text in window:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
+                said += answer_parts(json.loads(text))
+        calls = {plain(call) for _, call in said if call}
+        windows.append(("".join(text for text, _ in said), calls - {""}))
+    if not windows:
         return UNREAD
-    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
-    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
-    return answer if answer.opening or answer.closing or answer.calls else UNREAD
+    (opening, calls), (closing, more) = windows[0], windows[-1]
+    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
+    return heard if any(heard[:3]) else UNREAD
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2765,40 +2741,36 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class Segment(NamedTuple):
-    """A piece of a prompt as the server reads it: `where` names it for people."""
+# --- a prompt as text -----------------------------------------------------------------------------
 
-    where: str
-    text: str
-
-
-# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts
-# are compared as a whole where that takes one pass.
+# What of a prompt is looked at, so that no body makes the search for a change long.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 CURE_LINES = 4  # of a system prompt that one cure covers
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
-def segments_of(view: View) -> list[Segment]:
-    """The prompt in the order system, tools, turns; without reasoning, which clients and chat
-    templates drop at will."""
-    found = [Segment("system", turn.text()) for turn in view.system()]
+def segments_of(view: View) -> list[tuple[str, str]]:
+    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
+    turns; without reasoning, which clients and chat templates drop at will."""
+    found = [("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
-        found.append(Segment(f"tool {tool_name(tool)}", text))
+        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = rendered(turn)
-        found.append(Segment(f"turn {number} ({role})", turn.told))
-    if len(found) > SEGMENTS:
-        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
-        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
+            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+        found.append((f"turn {number} ({role})", turn.told))
+    if rest := found[SEGMENTS:]:
+        name, text = found[SEGMENTS - 1]
+        text = "\n".join([text, *(text for _, text in rest)])
+        found[SEGMENTS - 1 :] = [(name + " and later", text)]
     return found
 
 
@@ -2807,84 +2779,118 @@ def reasoning_of(view: View) -> set[int]:
     found, number = set(), 1
     for turn in view.turns[view.leading() :]:
         item = turn.item or {}
-        kinds = [members(part).get("type") for part in listed(item.get("content"))]
-        if (
-            turn.role == "reasoning"
-            or item.get("reasoning_content")
-            or any(kind in REASONING_PARTS for kind in kinds)
-        ):
+        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
+        if thinks or turn.role == "reasoning":
             found.add(number)
         number += turn.role != "reasoning"
     return found
 
 
-def rendered(turn: Turn) -> str:
-    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
-    images; not its reasoning."""
-    content, item = turn.holder.get(turn.key), turn.item or {}
-    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
-    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
-    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
-    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
-    return "\n".join(filter(None, pieces))
+# What of an item, part, call or result the server reads, in this order.
+SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
+             "arguments", "input", "tool_calls")  # fmt: skip
 
 
-def part_text(part: Any) -> str:
-    """A content part, result or call as text. An image's bytes stand for few tokens, and are
-    replaced by a hash."""
-    if not isinstance(part, dict):
-        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
-    kind, name = part.get("type"), tool_name(part)
-    if kind in TEXT_PARTS:
-        return str(part.get("text") or "")
-    if kind in UNSAID_PARTS:
-        return ""
-    if kind == "tool_result":  # llama-server joins the texts of a result
-        content = part.get("content")
-        texts = map(part_text, content if isinstance(content, list) else [content])
-        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
-    if name != "?":
-        call = {**part, **members(part.get("function"))}
-        given = arguments_text(call.get("arguments", call.get("input")))
-        return "\n".join((plain(part.get("id")), name, given))
-    text = json.dumps(bare(part))
-    if len(text) > 2048:
-        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
-    return text
-
-
-def arguments_text(value: Any) -> str:
-    """A call's arguments: in any spelling they are equal to the server, which parses them."""
+def part_text(value: Any) -> str:
+    """All that the server reads of an item, a part, a call or a result: ids, names and texts,
+    without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
+    stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    return "" if value is None else json.dumps(value)
-
-
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
-    393)."""
-    return 70 + sys.getsizeof(text)
-
-
-def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
-    a, b = a[:COMPARED], b[:COMPARED]
-    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
-        return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(part_text, value)))
+    if not isinstance(value, dict):
+        return "" if value is None else json.dumps(value)
+    kind = value.get("type")
+    if kind in UNSAID_PARTS:
+        return str(value.get("text") or "") if kind in TEXT_PARTS else ""
+    keys = [key for key in SAID_KEYS if key in value]
+    if not keys:
+        return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), json.dumps(bare(value)))
+    pieces = [plain(value["id"])] if "id" in value and tool_name(value) != "?" else []
+    pieces += [plain(value[key]) if key.endswith("id") else part_text(value[key]) for key in keys]
+    return "\n".join(filter(None, pieces))
 
 
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    if not isinstance(name, str):
-        return "?"
-    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
+    return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
+
+
+class Prompt:
+    """A prompt as it was forwarded, segment by segment: names and texts.
+
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
+    `tokens` and `number` are known once the request is finished."""
+
+    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
+        self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
+        self.names = [name for name, _ in segments]
+        self.texts = [text for _, text in segments]
+        self.first = sum(not name.startswith("turn ") for name in self.names)
+        self.chain, self.turns = links(segments), links(segments[self.first :])
+        self.head = self.chain[self.first - 1] if self.first else 0
+        self.tokens: int | None = None
+        self.number = 0
+
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
+
+    def tools(self) -> list[str]:
+        return [name[5:] for name in self.names if name.startswith("tool ")]
+
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[tuple[str, str]]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -2898,6 +2904,17 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def common_suffix(a: str, b: str) -> int:
     return common_prefix(a[::-1], b[::-1])
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two texts are versions of one: half of the longer one is common at the start and the
+    end, or in lines."""
+    a, b = a[:COMPARED], b[:COMPARED]
+    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+        return True
+    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
+    return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -2915,11 +2932,11 @@ KINDS = (  # what a differing span looks like, most telling first
     ("counter", r"\d+(?:[.,]\d+)*"),
     ("id", r"\b\w*\d\w*"),
 )
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
-    text."""
+    """What the texts look like where they part: one of KINDS, removed, added or text."""
     if at >= len(after.rstrip()):
         return "removed"
     if at >= len(before.rstrip()):
@@ -2929,9 +2946,8 @@ def kind_of(before: str, after: str, at: int) -> str:
         words = []
         for text in (before, after):
             hits = re.finditer(pattern, text[start : at + 80])
-            words.append(
-                next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), "")
-            )
+            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
+            words.append(next(there, ""))
         if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
     return "text"
@@ -2942,6 +2958,23 @@ def around(text: str, at: int) -> str:
     start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
     return text[start : min(end if end >= 0 else len(text), at + 40)]
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+VERDICTS = {
+    "cold": "nothing like it was sent before",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
+    "rewritten": "the client changed earlier content",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
+    "not reported": "the server gave no cache numbers",
+}
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
+}
 
 
 @dataclasses.dataclass
@@ -2971,124 +3004,25 @@ class Verdict:
         return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
-        """The second log line, for a prompt that was not reused; '' when there is nothing to
-        say."""
-        if self.name in ("lost", "template", "not reported"):
-            return self.advice
-        if self.name == "new branch" and self.kind in RETURNS:
-            return RETURNS[self.kind]
+        """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
+        if self.name == "new branch":
+            return RETURNS.get(self.kind, "")
         if self.name != "rewritten":
-            return ""
+            return self.advice
+        told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
         elif self.kind == "reasoning":
             told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        else:
-            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
-
-
-VERDICTS = {
-    "cold": "nothing like it was sent before",
-    "extended": "goes on from this conversation's last prompt, and the server reused it",
-    "rewritten": "the client changed earlier content",
-    "template": "the client did its part, but the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation, or with an older prompt",
-    "not reported": "the server gave no cache numbers",
-}
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
-}
-VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
-
-
-class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
-
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
-    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
-    of the conversation's first prompt."""
-
-    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
-
-    def __init__(
-        self,
-        view: View,
-        conversation: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [segment.where for segment in segments]
-        self.texts = [segment.text for segment in segments]
-        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
-        self.first = next(is_turn, len(segments))
-        self.chain = links(segments)
-        self.turns = links(segments[self.first :])
-        self.tokens: int | None = None
-        self.number, self.pace = 0, 0.0
-
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
-
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def head(self) -> int:
-        """A hash of all before the first turn."""
-        return self.chain[self.first - 1] if self.first else 0
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
-
-    def goes_on(self, base: Prompt) -> bool:
-        """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
-
-    def common(self, other: Prompt) -> int:
-        """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return "; ".join(filter(None, (told, self.advice, self.cure)))
 
 
 @dataclasses.dataclass
 class Case:
     """A prompt under judgement, until the server's numbers are known.
 
-    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
-    was made from, else the closest one of another conversation. `between` are the prompts that the
-    server got since then."""
+    `base` is this conversation's prompt that it goes on from (`whole`) or was made from; `between`
+    are the prompts that the server got since the one that it was compared with."""
 
     verdict: Verdict
     prompt: Prompt
@@ -3117,43 +3051,42 @@ class Ledger:
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle().
-
-        `lost_at` is when the server was last found away, on the clock of the prompts."""
-        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        later, in settle(). `lost_at`: when the server was last found away, on the prompts' clock."""
+        verdict = Verdict(side=prompt.side, step=prompt.step)
+        case = Case(verdict, prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
             stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            longest = self.longest(prompt)
+            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+            longest = None if link is None else self.entries[self.index[link]]
             self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        verdict, case.base = case.verdict, previous(prompt, stored)
-        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
+        case.base = base = previous(prompt, stored)
+        if base is None:  # of other conversations the closest one, rather one with the same tools
+            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
         case.whole = case.base is not None and prompt.goes_on(base)
         common = max(prompt.common(one) for one in (base, longest or base))
         verdict.share = common / (prompt.length() or 1)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between = newer[:COMPARED_PROMPTS]
-        case.away = base.time < lost_at
-        if case.whole:
-            verdict.name = "extended"
-            talk, head = base.conversation, base.head()
-            again = [one for one in newer if one.conversation == talk and one.head() == head]
-            if not prompt.side and any(not one.side for one in again):
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
+        if not case.whole:
+            locate_change(case, base)
+            place = verdict.where.partition(" ")[0]
+            same = place != "system" or alike(base.system(), prompt.system())
+            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+            volatile = place != "turn" and verdict.kind in VOLATILE
+            if not prompt.side and same and (goes_on or volatile):
+                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+            else:
+                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
             return case
-        case.texts = locate_change(verdict, base, prompt)
-        if not prompt.side and is_rewritten(verdict, case, base):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-        else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        verdict.name, talk = "extended", (base.conversation, base.head)
+        again = [one for one in newer if (one.conversation, one.head) == talk]
+        if not prompt.side and any(not one.side for one in again):
+            same = len(prompt.chain) == len(base.chain)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
-
-    def longest(self, prompt: Prompt) -> Prompt | None:
-        """The newest prompt of those that share most segments with this one."""
-        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -3179,6 +3112,11 @@ class Ledger:
                 self.size -= text_size(entry.texts[place])
 
 
+def text_size(text: str) -> int:
+    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
+    return 70 + sys.getsizeof(text)
+
+
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
@@ -3186,73 +3124,49 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     `stored`: the newest first. What stands before the turns does not count here. One whose last
     message alone was put in another way (a branch, a question beside the conversation) is passed
     over."""
-    name, side = prompt.conversation, prompt.side
-    talk = (one for one in stored if one.conversation == name and (side or not one.side))
-    own = list(itertools.islice(talk, COMPARED_PROMPTS))
-    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
     whole = changed = None
     deepest, reached = (-1, 0), -1
-    for entry in own + relatives:
+    entries = relatives(prompt, stored)
+    for entry in entries:
         depth = common_prefix(prompt.turns, entry.turns)
-        may_have_changed = changed is None and entry in (own or relatives)
         if depth == len(entry.turns) or prompt.goes_on(entry):
             if (depth, prompt.common(entry)) > deepest:
                 whole, deepest = entry, (depth, prompt.common(entry))
-        elif may_have_changed and depth > deepest[0] and prompt.answered(depth):
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
             changed, reached = entry, depth
-    return whole if whole is not None and deepest[0] > reached else changed
+    return whole if deepest[0] > reached else changed
 
 
-def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """Prompts that look like this conversation's under another name, the newest first: under a
-    system text much like its own, with a first message much like its own or with the same turns."""
-    found = [one for one in stored if one.conversation != prompt.conversation]
-    if "(prompt)" in prompt.names[-1]:
-        return [one for one in found if prompt.goes_on(one)]
-    if not prompt.answered(0) or prompt.side:
-        return []
+def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """The prompts of the same conversation, by its name, or by look where a name changed with the
+    system text or the first words."""
+    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
     texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-    opening = prompt.opening()
 
     def looks_alike(one: Prompt) -> bool:
+        if "(prompt)" in prompt.names[-1]:
+            return prompt.goes_on(one)
+        if side or one.side or not one.turns or not prompt.answered(0):
+            return False
         first = one.opening()
-        begins = first in opening or opening in first or alike(first, opening)
-        return begins or not texts.isdisjoint(one.texts[one.first :])
+        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
+        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
 
-    found = [one for one in found if one.turns and not one.side and looks_alike(one)]
-    return [
-        one for one in found if one.head() == prompt.head() or alike(one.system(), prompt.system())
-    ]
-
-
-def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
-    """The prompt of another conversation that has most in common with this one, rather one with the
-    same tools."""
-    head = prompt.names[: prompt.first]
-    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+    own = (one for one in stored if one.conversation == talk and (side or not one.side))
+    named = list(itertools.islice(own, COMPARED_PROMPTS))
+    others = [one for one in stored[:COMPARED_PROMPTS] if one.conversation != talk]
+    return named + [one for one in others if looks_alike(one)]
 
 
-def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
-    """Whether a prompt that does not go on from an earlier one is that one changed, and not
-    another."""
-    prompt = case.prompt
-    if verdict.where.startswith("turn "):
-        return case.base is not None
-    if verdict.where == "system" and not alike(base.system(), prompt.system()):
-        return False
-    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
-
-
-def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
-    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
-    both have there."""
+def locate_change(case: Case, base: Prompt) -> None:
+    """Say where a prompt parts from an earlier one, and what the change looks like."""
+    verdict, prompt = case.verdict, case.prompt
     was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    (old_name, old), (name, new) = (
-        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
-        for one in (base, prompt)
-    )
+    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
+    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
     verdict.where = name or old_name
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system() != prompt.system():
         verdict.where, old, new = "system", base.system(), prompt.system()
     elif was != now:
@@ -3260,45 +3174,32 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
         had, has = set(was), set(now)
         sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
-            start = len(os.path.commonprefix([was, now]))
+            start = common_prefix(was, now)
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-        return "", ""
-    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
-        verdict.kind = "order of tool results"
-    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
+        return
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "order of tool results" if "(tool)" in name else "in another order"
+    elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        return old, ""
+        case.texts = old, ""
+        return
     elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-        return "", new
+        case.texts = "", new
+        return
     elif old.split() == new.split():
         moved = "(tool)" in name and "(tool)" not in old_name
         verdict.kind = "moved into the result" if moved else "the same words in another form"
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    return old, new
-
-
-def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
-    """Whether the tool results that begin at a place are the same in another order."""
-    lines = []
-    for prompt in (a, b):
-        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
-        results = prompt.texts[depth : depth + len(list(names))]
-        lines.append("\n".join(results).split("\n"))
-    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+    case.texts = old, new
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
-    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
-    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
-
-
-def is_answer(name: str, old_name: str) -> bool:
-    """Whether an answer stands where another turn stood."""
-    return "(assistant)" in name and "(assistant)" not in old_name
+    """Whether a text stands behind a place; a word or two only if close to it."""
+    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
@@ -3351,37 +3252,22 @@ def block_pattern(old: str, new: str) -> str:
     """A pattern of a block without which two user texts are equal; '' if there is none."""
     prefix = common_prefix(old, new)
     suffix = common_suffix(old[prefix:], new[prefix:])
-    for text, other in ((old, new), (new, old)):
-        if text.endswith(other):
-            block = text[: len(text) - len(other)]
-        elif text.startswith(other):
-            block = text[len(other) :]
-        else:  # the paragraphs around the change
-            start = text.rfind("\n\n", 0, prefix) + 1
-            end = text.find("\n\n", len(text) - suffix)
-            block = text[start : end if end >= 0 else len(text)]
-        lines = block.strip().split("\n")
+    for text in (old, new):  # the paragraphs around the change
+        start = text.rfind("\n\n", 0, prefix + 2) + 1
+        end = text.find("\n\n", max(start, len(text) - suffix - 2))
+        lines = text[start : end if end >= 0 else None].strip().split("\n")
         typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
             continue
-        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        opening = shape(re.sub(r"(?s)^(\W*[\w ]*\W?).*", r"\1", lines[0]))
         patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for mark, ending in BLOCK_ENDS:
-            if tag := re.match(mark, lines[0]):
-                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
-        if re.match(r"</|\[/", lines[-1]):
-            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
+            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
         for pattern in patterns:
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
     return ""
-
-
-BLOCK_ENDS = (  # how a program's block begins -> how it ends
-    (r"<([\w-]+)>?", "</{}>"),
-    (r"\[([\w ]*\w)", "[/{}]"),
-)
 
 
 # --- what the server says -------------------------------------------------------------------------
@@ -3407,7 +3293,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict, prompt, base = case.verdict, case.prompt, case.base
     prompt.tokens = usage.prompt
     if base is not None:
-        verdict.base, prompt.pace = base.number, base.pace
+        verdict.base = base.number
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
@@ -3425,8 +3311,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
     verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
     had = case.base.reasoning if case.base is not None and case.whole else set()
-    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
-    if dropped:
+    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
@@ -3447,16 +3332,15 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
 ADVICE = {
-    "away": "the server was away in between (restart or crash)|warmup_file|WARMUP_FILE has it"
-    " read the prompts in again after a start",
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the"
-    " model is a hybrid, recurrent or sliding-window one without a checkpoint there"
-    " (--ctx-checkpoints, --swa-full)",
-    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and"
-    " sliding-window models: --ctx-checkpoints), or the chat template renders old turns in"
-    " another way",
+    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
+    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
+    " --swa-full)",
+    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
+    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "system": "the client writes this part of its system prompt anew",
@@ -3465,8 +3349,8 @@ ADVICE = {
     "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
     " read all again",
     "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was"
-    " no checkpoint in front of the change: --ctx-checkpoints, --swa-full",
+    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
@@ -3490,29 +3374,23 @@ def taken_advice(case: Case, own: float) -> str:
     set) of its prompt; what the slot held goes to the host cache only if less than half of it
     stays (server-context.cpp, get_available_slot)."""
     base = case.base or case.prompt
-    shared, other = max(
-        ((one.common(base) / (one.length() or 1), one) for one in case.between),
-        key=lambda pair: pair[0],
-    )
-    who = f"a {other.side} request" if other.side else "another conversation"
-    if other.conversation == base.conversation and not other.side:
-        who = "a request of the same chat in another form"
-    more = len(case.between) - 1
-    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    shares = [one.common(base) / (one.length() or 1) for one in case.between]
+    shared = max(shares)
+    other = case.between[shares.index(shared)]
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    told = (f"a {other.side} request" if other.side else who) + " came in between"
     if shared <= 0.1:
         return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
     size = other.tokens or other.length() // 4
     told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
-    told += " and so was given this slot"
     wanted = math.ceil(100 * shared + 1) / 100
-    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
-        apart = "no -sps keeps two apart that have so much in common"
-    one_slot = "-np 2 gives each its own, if memory allows"
-    slots = case.server.get("slots")
-    if slots is None:
-        return f"{told}: with one slot, {one_slot}; with several, {apart}"
-    return f"{told}: {one_slot if slots == 1 else apart}"
+        several = "no -sps keeps two apart that have so much in common"
+    one = "-np 2 gives each its own, if memory allows"
+    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
+    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3524,16 +3402,12 @@ SIDE_SHAPES = re.compile(
     r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-# One must be there before the slow search.
-SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others.
-
-    Such requests have prompts of their own; that they share little is no fault.
-    """
+    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
+    fault."""
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
@@ -3547,10 +3421,8 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    for text in [turn.text()[:2000].lower() for turn in turns]:
-        if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
-            return str(match.lastgroup)
-    return ""
+    matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
+    return next((str(match.lastgroup) for match in matches if match), "")
 
 
 def step_of(view: View) -> str:
@@ -5132,24 +5004,21 @@ class Proxy:
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it: once, when the server is silent or has
         answered."""
-        view = exchange.view
-        if view is None or exchange.counting or exchange.explained:
+        view, received = exchange.view, exchange.received
+        if view is None or received is None or exchange.counting or exchange.explained:
             return
         exchange.explained = True
         agent = "x-claude-code-agent-id"
+        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
         try:
-            headers = {agent: exchange.request.get(agent)}
-            talk, now, received = exchange.trace.conversation, time.monotonic(), None
-            prompt = Prompt(view, talk, headers, now)
-            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict = exchange.case.verdict
-            exchange.case.idle = exchange.started - self.last_end
-            if exchange.forwarded is not exchange.received and exchange.received is not None:
-                received = view_of(parse(exchange.received), view.dialect)
-            if received is not None:
-                prompt = Prompt(received, talk, headers, now)
+            prompt = Prompt(view, *told)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
+            if exchange.forwarded is not received:
+                original = view_of(parse(received), view.dialect)
+                prompt = Prompt(original, *told) if original is not None else prompt
             straight = self.received.judge(prompt)
-            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+            exchange.straight, case.moved = straight.verdict.share, straight.whole
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -5161,10 +5030,10 @@ class Proxy:
             return []
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        told = (
-            f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
-        )
-        told += f" regex={report.regex_removed} lifted={report.lifted} dropped={report.dropped}"
+        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
+        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
+        removed |= {"lifted": report.lifted, "dropped": report.dropped}
+        told = " ".join(f"{name}={count}" for name, count in removed.items())
         fields: Json = {"Removed": told, "Replayed": report.replayed}
         if verdict is not None:
             fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
@@ -5179,7 +5048,8 @@ class Proxy:
             (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
-        """Read the usage, settle the verdict, write log, page, metrics and capture."""
+        """Read an answer's numbers and record the request; if less was reused than should have
+        been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
@@ -5187,95 +5057,40 @@ class Proxy:
                 self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            tap = exchange.tap
-            first, last = tap.windows() if tap is not None else (b"", b"")
+            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
             if record := exchange.trace.record:
                 record.answer = heard_answer(first, last) if answered else None
                 record.tap = None
             if exchange.status == 400 and CONTEXT_FULL.search(first):
                 self.replay.overflowed(exchange.trace)
-            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
                 exchange.verdict = exchange.case = None
-            elif exchange.verdict is not None:
+            else:
+                exchange.usage = usage_of(first, last)
+            if exchange.verdict is not None:
                 self.warmup.remember(exchange)
             exchange.tap = exchange.view = None
             exchange.trace = Trace(exchange.trace.conversation)
             case = exchange.case
-            if (
-                case is not None
-                and missing_tokens(case, exchange.usage)
-                and self.asking.acquire(False)
-            ):
+            lost = case is not None and missing_tokens(case, exchange.usage)
+            if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
-    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
-        """Where the chat template renders a conversation's turns in another way than it did for the
-        request before: the turn, and both texts there. None: it does not, or nothing tells."""
-        with self.metrics.guard:
-            kept = [one for one in self.metrics.recent if one.number == base.number]
-        texts = []
-        for one in (*kept, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
-            found = members(answer).get("prompt")
-            if not isinstance(found, str):
-                return None
-            texts.append(found)
-        at = common_prefix(texts[0], texts[-1])
-        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
-            return None
-        where, place = "", 0
-        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
-            text = text.strip()[:60]
-            found = texts[0].find(text, place)
-            if 0 <= found < at - len(text):
-                where, place = "", found
-            else:  # a call is not rendered as in the ledger
-                where = where or name
-                if found >= 0:
-                    break
-        return where, around(texts[0], at), around(texts[-1], at)
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
-        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        if view is None:
-            return {}
-        prompt = Prompt(view)
-        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
-        turns = "\n".join(prompt.texts[prompt.first :])
-        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
-        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
-        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
-        found["estimated"] = True
-        for name, text in texts.items() if self.running == 0 else ():
-            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
-            tokens = members(answer).get("tokens")
-            if not isinstance(tokens, list):
-                break
-            found[name], found["estimated"] = len(tokens), name != "turns"
-        rate = found["tools"] / (len(texts["tools"]) or 1)
-        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
-        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
-
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
-        than should have been; the server is asked for its slots, and how its chat template renders
-        the prompts, once it is idle."""
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
+        asked for its slots, and how it renders the prompts, once it is idle."""
+        case, exchange.case = exchange.case, None
         try:
-            case, exchange.case = exchange.case, None
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
-                self.settle(exchange, case)
+                settle(case, exchange.usage, self.config)
+                if case.server and case.verdict.name == "lost":
+                    self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -5291,33 +5106,51 @@ class Proxy:
             if ask:
                 self.asking.release()
 
-    def settle(self, exchange: Exchange, case: Case) -> None:
-        """Settle a request's verdict."""
-        verdict, usage = case.verdict, exchange.usage
-        settle(case, usage, self.config)
-        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
-        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
-            change = self.template_change(exchange, case.base)
-            if change is not None:
-                verdict.name = verdict.kind = "template"
-                verdict.where, verdict.before, verdict.after = change
-                told = f"the chat template renders {verdict.where} otherwise than before"
-                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
-                told += f" {verdict.expected:,} tokens were reused: "
-                verdict.advice = told + advice("template", self.config)
-        if usage.cached is None and exchange.stream and exchange.begun:
-            chars = case.prompt.length() or 1
-            seconds = (
-                exchange.begun - exchange.sent
-            )  # the first event comes when the prompt is read
-            pace, first = 1e6 * seconds / chars, case.prompt.pace
-            case.prompt.pace = first or pace
-            verdict.advice = (
-                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
-            )
-            verdict.advice += (
-                f"; {first:.0f} ms in this conversation's first request" if first else ""
-            )
+    def ask_template(self, exchange: Exchange, case: Case) -> None:
+        """Have the server render a prompt and the one that it goes on from; if it renders old turns
+        in another way than before, that is why it had to read them again."""
+        base, prompts = case.base, list[str]()
+        with self.metrics.guard:
+            kept = {one.number: one for one in self.metrics.recent}
+        before = kept.get(base.number) if base is not None and case.whole else None
+        if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
+            return
+        for one in (before, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            prompts.append(str(members(answer).get("prompt") or ""))
+        at = common_prefix(*prompts)
+        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
+            return
+        turns = [*base.names[base.first :], ""]
+        where, place = turns[0], 0
+        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+            found = prompts[0].find(text.strip()[:60], place, at)
+            if found >= 0:
+                where, place = following, found
+        verdict = case.verdict
+        verdict.name, verdict.kind, verdict.where = "template", "template", where
+        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
+        verdict.advice = (
+            f"the chat template renders {where} otherwise than before"
+            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+        )
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
+        tools with the five largest, turns."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        sizes: collections.Counter[str] = collections.Counter()
+        for name, text in segments_of(view) if view is not None else ():
+            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
+        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
+        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
+        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
+        turns = round(sizes["turn"] * rate)
+        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5346,46 +5179,33 @@ def visible(text: str) -> str:
     )
 
 
+# The original's line, which scripts read; other counts follow where they are not 0.
+LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+
+
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a
     reason."""
-    request, report, usage, verdict = (
-        exchange.request,
-        exchange.report,
-        exchange.usage,
-        exchange.verdict,
-    )
+    request, report, usage = exchange.request, exchange.report, exchange.usage
+    verdict, status = exchange.verdict, exchange.status
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        always = (
-            "items",
-            "ts_removed",
-            "msg_ids_removed",
-            "items_modified",
-        )  # the original's line, which scripts read
         counts = {name: count for name, count in vars(report).items() if name != "note"}
-        parts += [f"{name}={counts.pop(name)}" for name in always]
-        parts += [
-            f"stream={exchange.stream}",
-            *(f"{name}={count}" for name, count in counts.items() if count),
-        ]
+        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
+        parts.append(f"stream={exchange.stream}")
+        parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
-            parts.append(
-                f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)"
-            )
-        elif exchange.status == 200 and not exchange.counting:
+            share = 100 * usage.cached / usage.prompt
+            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+        elif status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        if verdict is not None:
-            parts.append(verdict.title())
-        if report.note:
-            parts.append(f"forwarded as it came: {report.note}")
-    if exchange.status != 200 or len(parts) == 1:
-        parts.append(f"status={exchange.status or '-'}")
-    if exchange.fault:
-        parts.append(exchange.fault)
-    lines = [" | ".join(parts)]
+        parts.append(verdict.title() if verdict is not None else "")
+        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
+    if status != 200 or len(parts) == 1:
+        parts.append(f"status={status or '-'}")
+    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
     if verdict is not None and verdict.line() and not verdict.side:
         lines.append("    " + verdict.line())
     return lines
@@ -5395,27 +5215,19 @@ class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = (
-        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
-    )
+    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(
-            maxlen=20
-        )  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(
-            maxlen=60
-        )  # time, share, verdict
-        self.counts: collections.Counter[tuple[str, str]] = (
-            collections.Counter()
-        )  # (label in METRIC_HELP, its value)
+        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
+        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
+        self.bodies, self.kept = collections.deque(), 0  # bytes of them
+        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        # (label in METRIC_HELP, its value) -> number
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.bodies: collections.deque[Exchange] = (
-            collections.deque()
-        )  # of `recent`, those with bodies
-        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5423,43 +5235,47 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
-        usage, verdict, report = exchange.usage, exchange.verdict, exchange.report
+        verdict, report, counts = exchange.verdict, exchange.report, self.counts
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            self.counts["status", str(exchange.status)] += 1
+            counts["status", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
                     if number and name not in ("items", "items_modified", "note"):
-                        self.counts["kind", name] += number
+                        counts["kind", name] += number
             if report.note:
-                self.counts["reason", report.note.split(" (")[0]] += 1
+                counts["reason", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None and self.config.keep_requests:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
-            self.counts["verdict", verdict.name] += 1
-            if usage.prompt is None or usage.cached is None:
+            counts["verdict", verdict.name] += 1
+            prompt, cached = exchange.usage.prompt, exchange.usage.cached
+            if prompt is None or cached is None:
                 return ""
-            read, ms = usage.prompt - usage.cached, usage.prompt_ms
-            self.counts["state", "reused"] += usage.cached
-            self.counts["state", "read"] += read
-            if (
-                ms is None and exchange.stream and exchange.begun
-            ):  # the first event comes when the prompt is read
-                ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= self.LONG_READ:
-                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
-            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
-            if self.long_reads[1] and more >= 64:
-                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
+            counts["state", "reused"] += cached
+            counts["state", "read"] += prompt - cached
+            self.save(exchange, prompt, cached)
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
+            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
-            self.window.append((usage.cached, usage.prompt, verdict.name))
+            self.window.append((cached, prompt, verdict.name))
             return self.warning()
+
+    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
+        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
+        the rate of all long reads."""
+        read, ms = prompt - cached, exchange.usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= self.LONG_READ:
+            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+        more = cached - round(exchange.straight * prompt)
+        if self.long_reads[1] and more >= 64:
+            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
@@ -5486,8 +5302,7 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest are let go when all take too much
-        memory."""
+        """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
         self.bodies.append(exchange)
         self.kept += exchange.size()
@@ -6707,7 +6522,7 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<cancelled>\d+)
+cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
@@ -6715,50 +6530,54 @@ LOG_SLOT = re.compile(
     r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_FLOATS = ("sim", "ms")
-LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
+LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
+LOG_CAUSES = {
+    "no similar slot": "no slot held a similar prompt",
+    "low similarity": "little in common with what the slot held",
+    "not all kept": "the slot held a similar prompt, but most was read again",
+    "slot cut": "a part of what the slot held was thrown away",
+}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
-    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
+    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
+    " the slot's old content that stayed."
 )
 STRAIGHT = (
-    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
-    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures"
+    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
+    " reads best."
 )
-INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
+# None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
+INSPECT_ROW: Json = {
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
+    **{"estimated": False, "cause": "", "cure": ""},
 }
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115 - closed below
-        size = 0 if args.file == "-" else os.path.getsize(args.file)
+        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
     number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
-        print('{"requests": [', end="")
+        print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, size, reader), 1):
+        for number, row in enumerate(inspect_rows(file, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
+                print("," * (number > 1) + visible(json.dumps(row)))
             else:
-                print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
-            if row["cause"]:
-                found = findings.setdefault(row["cause"], {
-                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
-                    "example": row["what"], "cure": row["cure"],
-                })  # fmt: skip
+                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
+            if cause := row["cause"]:
+                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+                new |= {"example": row["what"], "cure": row["cure"]}
+                found = findings.setdefault(cause, new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
@@ -6766,46 +6585,39 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
+        print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
-        print(
-            "No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4)."
-        )
+        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
-    print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    if told and not reader.ledger.count:
-        print(textwrap.fill(STRAIGHT, 110))
+    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
+    if not told:
+        lines[-1] = "Nothing was wasted."
+    elif not reader.ledger.count:
+        lines.append(STRAIGHT)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
+        lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
+    for line in lines:
+        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
-    bytes, 0: not known."""
-    shown, lines = time.monotonic(), file
+def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
+    """The rows of a file, one by one."""
+    lines = file
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
     while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
-        if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
-            print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
-            shown = time.monotonic()
     yield from reader.end()
 
 
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    tokens, read = (
-        "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
-    )
-    sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    name, what = visible(row["name"][:28]), visible(row["what"])
-    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
+    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
+    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
 
 
 def inspect_advice(found: Json, config: Config) -> str:
@@ -6832,8 +6644,7 @@ class LogReader:
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for anything that is neither a capture's nor a log's
-        line."""
+        """The rows that a line completes; none for a line of anything else."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -6851,34 +6662,29 @@ class LogReader:
         if view is None:
             return []
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
-        status = row.get("status", 200)
-        name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
+        path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
+        found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
-        headers = {
-            str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
-        }
+            return [{**found, "what": f"status {status}"}]
+        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
         prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
-        case.idle = now - self.ended if self.ended else 0.0
+        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
-        told: Json = {
-            key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
-        }
+        told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
-        self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
-        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
+        found.update(sim=round(verdict.share, 3), estimated=estimated)
         found.update(tokens=usage.prompt, read=usage.read())
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found.update(cause=cause_of(verdict), cured=cured)
@@ -6895,29 +6701,22 @@ class LogReader:
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log; what stands in front of it (docker, journal, router) does
-        not matter."""
+        """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
         number = (found[2] or found[4]) if found else None
         if found:
             self.slots[port] = found[1] or found[3]
         slot = port, self.slots.get(port, "?")
-        name, match = next(
-            ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
-        )
+        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
+        name, match = next(hits, ("", None))
         if match is None:
             return []
         if name == "start":
             return self.end(port)
         if name == "cancel":
-            number = match["cancelled"]
-            ended = [
-                key
-                for key, task in self.tasks.items()
-                if (key[0], task.get("task")) == (port, number)
-            ]
-            return [self.close(slot, ", cancelled") for slot in ended]
+            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
+            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
         task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
         if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
@@ -6928,8 +6727,7 @@ class LogReader:
             task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
-                task[key] = kind(value)
+                task[key] = LOG_TYPES.get(key, int)(value)
         if name == "slot" and (keep := LOG_KEEP.search(text)):
             task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
@@ -6939,32 +6737,28 @@ class LogReader:
     def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
-        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
-        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
-        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
         if read is None and tokens is not None and "cached" in task:
-            read = row["read"] = tokens - task["cached"]
+            read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(port, 0)
         self.longest[port] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
+        low = sim is None or sim < 0.5
+        cause, what = "", "read" if tokens is None or read == tokens else "reused"
         if "forced" in task and "lru" not in task:
-            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
-        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
-            row["what"] = "first prompt of its length"
-        elif mostly and sim is None:
-            row.update(cause="no similar slot", what="no slot held a similar prompt")
-        elif mostly and sim < 0.5:
-            row.update(cause="low similarity", what="little in common with what the slot held")
+            cause, what = "full re-processing", f"full {task['forced'].strip()}"
+        elif mostly and low and size > 2 * longest:
+            what = "first prompt of its length"
         elif mostly:
-            row.update(
-                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            cause = (
+                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
-        else:
-            row["what"] = "read" if tokens is None or read == tokens else "reused"
-        row["what"] += suffix
-        return row
+            cause = "slot cut"
+        what = LOG_CAUSES.get(cause, what)
+        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
+        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return row | {"cause": cause, "what": what + suffix}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
