@@ -5977,19 +5977,14 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
 
 class Prefill:
-    """A request of kvproxy's own that has the server read a prompt before the client's request comes
-    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with it.
+    Its last turn is a placeholder, and its answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-
-    def opened(self, sock: socket.socket) -> bool:
-        """Take the connection; False when it was given up before there was one."""
-        self.sock = sock
-        return not self.closed
 
     def close(self) -> None:
         """Give it up. The thread that waits for the answer wakes, and closes the connection."""
@@ -6034,6 +6029,7 @@ class Warmup:
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
+        self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
@@ -6046,14 +6042,10 @@ class Warmup:
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
-    def enabled(self) -> bool:
-        """Whether a setting asks for it."""
-        return bool(self.config.warmup_file or self.config.keepalive_seconds)
-
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
-        if self.enabled():
+        if self.enabled:
             self.load()
             self.state = "waiting"
             self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
@@ -6115,7 +6107,7 @@ class Warmup:
     def remember(self, exchange: Exchange) -> None:
         """Keep the head (system, tools, model) of a request that was answered."""
         view, verdict = exchange.view, exchange.verdict
-        if not self.enabled() or view is None or verdict is None or verdict.side:
+        if not self.enabled or view is None or verdict is None or verdict.side:
             return
         if not view.dialect.edited or not view.system():
             return
@@ -6166,21 +6158,18 @@ class Warmup:
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
-        """Called when a client's request is about to be forwarded.
+        """Called before a client's request is forwarded. One that begins with the prompt that the
+        server is reading is held until that has been read: the server would notice a cancel late,
+        and read it all again in another slot. Any other that needs the model ends the prefill,
+        unless a client waits for it.
 
-        If it begins with the prompt that the server is reading, it is held until that has been
-        read: the server would notice a cancel late, and read everything again in another slot. Any
-        other request that needs the model ends the prefill at once, unless some client waits for
-        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
-        request = exchange.request
-        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
-            return
-        path, view = request.path.split("?")[0], exchange.view
+        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None:
+        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(path, view):
+        if view is not None and prefill.begins(request.path.split("?")[0], view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -6247,7 +6236,8 @@ class Warmup:
             with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                if not prefill.opened(connection.sock):
+                prefill.sock = connection.sock
+                if prefill.closed:  # given up before there was a connection
                     return 0
                 target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
@@ -6282,9 +6272,6 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
 dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-.chart { display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; margin-bottom: .4rem }
-.scale { display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
-  margin: -.4em 0 }
 svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
 rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
@@ -6321,6 +6308,13 @@ setInterval(async () => {
 </script></body></html>
 """
 
+CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
+<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
+<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
+ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
+<span>{2}</span><code>{3}</code></p>{4}</li>"""
+SETTING = """<li><p><code>{}</code><code>{}</code></p><p class="soft">{}</p></li>"""
+
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 
@@ -6335,11 +6329,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    (
-        "kvproxy_ledger_bytes",
-        lambda on: on.ledger.size + on.received.size,
-        "Memory held for explanations.",
-    ),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -6366,9 +6356,8 @@ class Pages:
         if not self.proxy.known_host(request.get("host")):
             return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            return self.json(
-                200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
-            )
+            health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
+            return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not self.shows_prompts(request, peer):
@@ -6457,14 +6446,13 @@ class Pages:
             for name, source, text in METRIC_HELP:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-                if isinstance(source, str):
-                    lines += [
-                        f'{name}{{{label}="{of}"}} {count}'
-                        for (label, of), count in counts
-                        if label == source
-                    ]
-                elif (value := source(self.proxy)) is not None:
-                    lines.append(f"{name} {value}")
+                if callable(source):
+                    value = source(self.proxy)
+                    lines += [f"{name} {value}"] if value is not None else []
+                    continue
+                for (label, of), count in counts:
+                    if label == source:
+                        lines.append(f'{name}{{{label}="{of}"}} {count}')
         return "\n".join(lines) + "\n"
 
     # --- the page ---------------------------------------------------------------------------------
@@ -6479,17 +6467,15 @@ class Pages:
         if not rows:
             kept = self.proxy.config.keep_requests
             rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        settings, version = self.settings(), __version__
-        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
-        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
-        page = PAGE % dict(zip(names, values, strict=True))
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
+        parts |= {"nonce": nonce, "rows": rows, "settings": self.settings(), "version": __version__}
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -6534,16 +6520,13 @@ class Pages:
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
         }
-        if proxy.warmup.enabled():
+        if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        return "".join(
-            f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>"
-            for name, value in facts.items()
-        )
+        pair = "<div><dt>{}</dt><dd>{}</dd></div>"
+        return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
     def chart(self) -> str:
-        """Bars, and a label that tells screen readers what they show. Text stands beside the
-        drawing, which stretches."""
+        """A bar for each request, and a label that tells screen readers what they show."""
         points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
             reason = "The server reports no numbers." if judged else "Nothing to show yet."
@@ -6551,23 +6534,17 @@ class Pages:
         bars = ""
         for place, (when, share, name) in enumerate(points):
             height = max(2, 100 * share)  # a miss is seen, too
-            bars += (
-                f'<rect class="{TONES.get(name, "")}" x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}">'
-                f"<title>{clock(when)}: {100 * share:.0f}%, {name}</title></rect>"
-            )
-        mean = statistics.mean(share for _, share, _ in points)
-        last = counted(len(points), "request")
-        return (
-            '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
-            f'<svg viewBox="0 0 {max(20, len(points))} 100" preserveAspectRatio="none" role="img"'
-            f' aria-label="Share of the prompt reused in the last {last}: {100 * mean:.0f}% on average">'
-            '<line x2="100%" y1="0" y2="0"/><line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>'
-            f"{bars}</svg><span></span><span>{clock(points[0][0])} to {clock(points[-1][0])}, newest last</span></div>"
-        )
+            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
+            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
+            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
+        mean = 100 * statistics.mean(share for _, share, _ in points)
+        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
+        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
+        return CHART.format(label, mean, max(20, len(points)), bars, times)
 
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
-        usage, verdict = exchange.usage, exchange.verdict
+        usage, verdict, words = exchange.usage, exchange.verdict, ""
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
@@ -6576,17 +6553,14 @@ class Pages:
             told = "reuse not reported"
         else:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
-        words = ""
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
             tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
-            f"{clock(exchange.time)}</time></a><span>{html.escape(told)}</span>"
-            f"<code>{html.escape(printable(exchange.request.path))}</code></p>{words}</li>"
-        )
+        path = html.escape(printable(exchange.request.path))
+        when = clock(exchange.time)
+        return ITEM.format(exchange.number, when, html.escape(told), path, words)
 
     def settings(self) -> str:
         """Every setting, with the value in force."""
@@ -6595,10 +6569,8 @@ class Pages:
             value = getattr(self.proxy.config, name.lower())
             if isinstance(value, bool):
                 value = int(value)
-            elif isinstance(value, tuple):
-                value = "  ".join(value)
-            rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
-            rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
+            text = "  ".join(value) if isinstance(value, tuple) else str(value)
+            rows += SETTING.format(name, html.escape(text), html.escape(meaning))
         return rows
 
 
