@@ -51,7 +51,6 @@ import dataclasses
 import difflib
 import errno
 import functools
-import glob
 import hashlib
 import html
 import http
@@ -5811,12 +5810,20 @@ SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
     r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
+QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
-ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
-JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
+JSON_PAIR = re.compile(
+    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
+)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
+
+
+def hidden(pair: re.Match[str]) -> str:
+    """A name and its value, or *** for a secret's value."""
+    secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
+    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
 
 
 class Capture:
@@ -5891,14 +5898,9 @@ class Capture:
 
     def without_secrets(self, address: str) -> str:
         """A target or a header's value, without the secrets in its query and path parameters."""
-
-        def hide(part: re.Match[str]) -> str:
-            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
-            return f"{part[1]}=***" if secret else part[0]
-
         path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hide, query)
-        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+        query = QUERY_PART.sub(hidden, query)
+        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
     def without_secret_members(self, body: Json) -> Json:
         """A parsed body, changed in place: what stands beside the prompt has no secrets."""
@@ -5916,11 +5918,7 @@ class Capture:
 
     def without_secret_text(self, text: str) -> str:
         """The same for a body that is no JSON, as far as its pairs can be told."""
-
-        def hide(pair: re.Match[str]) -> str:
-            return f'"{pair[1]}"{pair[2]}"***"' if SECRET_NAME.search(pair[1]) else pair[0]
-
-        return JSON_PAIR.sub(hide, text)
+        return JSON_PAIR.sub(hidden, text)
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -6067,8 +6065,6 @@ class Warmup:
         """See whether the file can be written, and clear away what a crash left. Raises OSError."""
         if not self.path:
             return
-        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
-            os.unlink(left)
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise OSError("it is no plain file")
         with self.temporary():
@@ -6109,7 +6105,7 @@ class Warmup:
         view, verdict = exchange.view, exchange.verdict
         if not self.enabled or view is None or verdict is None or verdict.side:
             return
-        if not view.dialect.edited or not view.system():
+        if not (view.dialect.edited and view.system()):
             return
         body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
@@ -6139,7 +6135,7 @@ class Warmup:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Any]:
         """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = f"{self.path}.{os.getpid()}.tmp"
+        name = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         try:
@@ -6284,7 +6280,7 @@ li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
-<details><summary>Settings in force</summary><ol>%(settings)s</ol></details>
+<details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
 <script nonce="%(nonce)s">
 setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
@@ -6313,7 +6309,6 @@ CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
 <line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
 ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
 <span>{2}</span><code>{3}</code></p>{4}</li>"""
-SETTING = """<li><p><code>{}</code><code>{}</code></p><p class="soft">{}</p></li>"""
 
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
@@ -6467,8 +6462,15 @@ class Pages:
         if not rows:
             kept = self.proxy.config.keep_requests
             rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
+        config = dataclasses.asdict(self.proxy.config).items()
+        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
         parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
-        parts |= {"nonce": nonce, "rows": rows, "settings": self.settings(), "version": __version__}
+        parts |= {
+            "nonce": nonce,
+            "rows": rows,
+            "settings": html.escape(settings),
+            "version": __version__,
+        }
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -6561,17 +6563,6 @@ class Pages:
         path = html.escape(printable(exchange.request.path))
         when = clock(exchange.time)
         return ITEM.format(exchange.number, when, html.escape(told), path, words)
-
-    def settings(self) -> str:
-        """Every setting, with the value in force."""
-        rows = ""
-        for name, _, meaning in Config.table():
-            value = getattr(self.proxy.config, name.lower())
-            if isinstance(value, bool):
-                value = int(value)
-            text = "  ".join(value) if isinstance(value, tuple) else str(value)
-            rows += SETTING.format(name, html.escape(text), html.escape(meaning))
-        return rows
 
 
 # --- a request's bodies, and what differs between them --------------------------------------------

@@ -8517,9 +8517,9 @@ def test_explain_page(rig: Any) -> None:
     )
     assert main.count("<li>") == 8
     assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
-    for name, default, meaning in Config.table():  # every setting, with the value in force
-        assert f"<code>{name}</code>" in text and kvproxy.html.escape(meaning) in text, default
-    assert "<code>30</code>" in text
+    for name, _, _ in Config.table():  # every setting, with the value in force
+        assert f"{name} = " in text
+    assert "KEEP_REQUESTS = 30\n" in text
 
 
 def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
@@ -9634,10 +9634,10 @@ def test_files_temporary_ones_of_a_crash_go_at_the_start(
     rig: Any, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm[1].json"
-    for name in ("warm[1].json.4711.tmp", "warm[1].json.x.tmp", "warm1.json.5.tmp", "other.tmp"):
+    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
         (tmp_path / name).write_text("{")
     rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.5.tmp", "warm[1].json.x.tmp"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
 
 
 FILES_SECRET_PATHS = (
