@@ -51,7 +51,6 @@ import dataclasses
 import difflib
 import errno
 import functools
-import glob
 import hashlib
 import html
 import http
@@ -5312,22 +5311,25 @@ class Metrics:
             old.received = old.forwarded = None
 
 
-# Names whose values are not written down. In a body only members beside the prompt are looked at, and
-# there "max_tokens" and "prompt_cache_key" are no secrets.
+# Names whose values are not written down, of headers, in addresses, and in bodies beside the prompt.
 SECRET_NAME = re.compile(
-    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
-    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
+    r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
-SECRET_MEMBER = re.compile(
-    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
-    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
-)
+QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
-ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
-JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
+JSON_PAIR = re.compile(
+    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
+)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
-                  "input_schema")  # fmt: skip
+                  "input_schema", "schema")  # fmt: skip
+
+
+def hidden(pair: re.Match[str]) -> str:
+    """A name and its value, or *** for a secret's value."""
+    secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
+    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
 
 
 class Capture:
@@ -5336,8 +5338,8 @@ class Capture:
     A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
-        self.guard = threading.RLock()  # close() takes it within write()
+        self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
+        self.log, self.guard = log, threading.RLock()  # close() takes it within write()
         self.file: Any = None
         self.size = 0
 
@@ -5345,40 +5347,32 @@ class Capture:
         """Open the file, if one is wanted. Raises OSError."""
         if not self.path or self.file is not None:
             return
-        path = os.path.expanduser(self.path)
-        self.file = open_private(path, "a")
+        self.file = open_private(self.path, "a")
         self.size = os.fstat(self.file.fileno()).st_size
         if self.size:
-            with open(path, "rb") as written:
+            with open(self.path, "rb") as written:
                 written.seek(-1, os.SEEK_END)
                 if written.read() != b"\n":  # half a line, after a crash or a full disk
                     self.size += self.file.write("\n")
 
     def write(self, exchange: Exchange) -> None:
-        """Append a finished request."""
+        """Append a finished request. A file that would get too long makes room for a new one."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
         with self.guard:
             try:
-                if self.path:
-                    self.append(line)
+                if self.file is not None and self.size and self.size + len(line) > self.limit:
+                    self.close()
+                    os.replace(self.path, self.path + ".1")
+                self.open()
+                if self.file is not None:
+                    self.size += self.file.write(line)
+                    self.file.flush()
             except OSError as error:
                 self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
                 self.path = ""
                 self.close()
-
-    def append(self, line: str) -> None:
-        """Write a line; a file that would get too long makes room for a new one first."""
-        while self.file is None or (self.size and self.size + len(line) > self.limit):
-            if self.file is not None:
-                self.close()
-                path = os.path.expanduser(self.path)
-                os.replace(path, path + ".1")
-            self.open()
-        self.file.write(line)
-        self.file.flush()
-        self.size += len(line)
 
     def close(self) -> None:
         with self.guard, contextlib.suppress(OSError):
@@ -5388,12 +5382,12 @@ class Capture:
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
         """The row of a request: its body as JSON if that loses nothing, else as text."""
-        headers = {}
-        for name, value in exchange.request.headers.raw_items():
-            headers[name] = self.without_secrets("***" if SECRET_NAME.search(name) else value)
+        request, headers = exchange.request, dict[str, str]()
+        for name, value in request.headers.raw_items():
+            headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
         row: Json = {
-            "method": exchange.request.method,
-            "path": self.without_secrets(exchange.request.path),
+            "method": request.method,
+            "path": self.without_secrets(request.path),
             "time": exchange.time,
             "headers": headers,
             "status": exchange.status,
@@ -5402,21 +5396,17 @@ class Capture:
             "verdict": exchange.verdict.name if exchange.verdict else None,
         }
         with contextlib.suppress(ValueError, RecursionError):
-            body = self.without_secret_members(parse(received))
-            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
-        text = self.without_secret_text(received.decode("utf-8", "replace"))
-        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
+            row["body"] = self.without_secret_members(parse(received))
+            return json.dumps(row, separators=(",", ":")) + "\n"
+        row.pop("body", None)
+        row["text"] = self.without_secret_text(received.decode("utf-8", "replace"))
+        return json.dumps(row, separators=(",", ":")) + "\n"
 
     def without_secrets(self, address: str) -> str:
         """A target or a header's value, without the secrets in its query and path parameters."""
-
-        def hide(part: re.Match[str]) -> str:
-            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
-            return f"{part[1]}=***" if secret else part[0]
-
         path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hide, query)
-        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+        query = QUERY_PART.sub(hidden, query)
+        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
     def without_secret_members(self, body: Json) -> Json:
         """A parsed body, changed in place: what stands beside the prompt has no secrets."""
@@ -5426,7 +5416,7 @@ class Capture:
             if isinstance(value, list):
                 waiting += value
             for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
+                if SECRET_NAME.search(name[-64:]) and member is not None:
                     value[name] = "***"
                 elif name not in PROMPT_MEMBERS:
                     waiting.append(member)
@@ -5434,12 +5424,7 @@ class Capture:
 
     def without_secret_text(self, text: str) -> str:
         """The same for a body that is no JSON, as far as its pairs can be told."""
-        return JSON_PAIR.sub(
-            lambda pair: (
-                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
-            ),
-            text,
-        )
+        return JSON_PAIR.sub(hidden, text)
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5463,11 +5448,11 @@ def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
-    one line on stderr, not a traceback for each record."""
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). Raises ConfigError.
+
+    A disk that is full costs one line on stderr, not a traceback for each record."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError."""
         self.path, self.told = path, False
         try:
             super().__init__(os.path.expanduser(path))
@@ -5480,45 +5465,30 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError as fault:  # it could not be opened anew
-            self.tell(fault)
-
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError as fault:
-            self.tell(fault)
+        except OSError:  # it could not be opened anew
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
-        if isinstance(fault, OSError):
-            self.tell(fault)
-        else:
-            super().handleError(record)
-
-    def tell(self, fault: OSError) -> None:
-        """Tell of a fault once, where somebody may see it."""
+        if not isinstance(fault, OSError):
+            return super().handleError(record)
         if not self.told:
             self.told = True
-            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
             with contextlib.suppress(OSError):
-                print(line, file=sys.stderr)
+                print(
+                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
+                )
 
 
 class Prefill:
-    """A request of kvproxy's own that has the server read a prompt before the client's request comes
-    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with it.
+    Its last turn is a placeholder, and its answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-
-    def opened(self, sock: socket.socket) -> bool:
-        """Take the connection; False when it was given up before there was one."""
-        self.sock = sock
-        return not self.closed
 
     def close(self) -> None:
         """Give it up. The thread that waits for the answer wakes, and closes the connection."""
@@ -5563,6 +5533,7 @@ class Warmup:
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
+        self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
@@ -5575,14 +5546,10 @@ class Warmup:
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
-    def enabled(self) -> bool:
-        """Whether a setting asks for it."""
-        return bool(self.config.warmup_file or self.config.keepalive_seconds)
-
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
-        if self.enabled():
+        if self.enabled:
             self.load()
             self.state = "waiting"
             self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
@@ -5604,8 +5571,6 @@ class Warmup:
         """See whether the file can be written, and clear away what a crash left. Raises OSError."""
         if not self.path:
             return
-        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
-            os.unlink(left)
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise OSError("it is no plain file")
         with self.temporary():
@@ -5644,9 +5609,9 @@ class Warmup:
     def remember(self, exchange: Exchange) -> None:
         """Keep the head (system, tools, model) of a request that was answered."""
         view, verdict = exchange.view, exchange.verdict
-        if not self.enabled() or view is None or verdict is None or verdict.side:
+        if not self.enabled or view is None or verdict is None or verdict.side:
             return
-        if not view.dialect.edited or not view.system():
+        if not (view.dialect.edited and view.system()):
             return
         body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
@@ -5676,7 +5641,7 @@ class Warmup:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Any]:
         """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = f"{self.path}.{os.getpid()}.tmp"
+        name = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         try:
@@ -5695,21 +5660,18 @@ class Warmup:
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
-        """Called when a client's request is about to be forwarded.
+        """Called before a client's request is forwarded. One that begins with the prompt that the
+        server is reading is held until that has been read: the server would notice a cancel late,
+        and read it all again in another slot. Any other that needs the model ends the prefill,
+        unless a client waits for it.
 
-        If it begins with the prompt that the server is reading, it is held until that has been
-        read: the server would notice a cancel late, and read everything again in another slot. Any
-        other request that needs the model ends the prefill at once, unless some client waits for
-        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
-        request = exchange.request
-        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
-            return
-        path, view = request.path.split("?")[0], exchange.view
+        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None:
+        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(path, view):
+        if view is not None and prefill.begins(request.path.split("?")[0], view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -5776,7 +5738,8 @@ class Warmup:
             with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                if not prefill.opened(connection.sock):
+                prefill.sock = connection.sock
+                if prefill.closed:  # given up before there was a connection
                     return 0
                 target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
@@ -5811,9 +5774,6 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
 dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-.chart { display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; margin-bottom: .4rem }
-.scale { display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
-  margin: -.4em 0 }
 svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
 rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
@@ -5826,7 +5786,7 @@ li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
-<details><summary>Settings in force</summary><ol>%(settings)s</ol></details>
+<details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
 <script nonce="%(nonce)s">
 setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
@@ -5850,6 +5810,12 @@ setInterval(async () => {
 </script></body></html>
 """
 
+CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
+<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
+<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
+ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
+<span>{2}</span><code>{3}</code></p>{4}</li>"""
+
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 
@@ -5864,11 +5830,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    (
-        "kvproxy_ledger_bytes",
-        lambda on: on.ledger.size + on.received.size,
-        "Memory held for explanations.",
-    ),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -5895,9 +5857,8 @@ class Pages:
         if not self.proxy.known_host(request.get("host")):
             return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            return self.json(
-                200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
-            )
+            health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
+            return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not self.shows_prompts(request, peer):
@@ -5986,14 +5947,13 @@ class Pages:
             for name, source, text in METRIC_HELP:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-                if isinstance(source, str):
-                    lines += [
-                        f'{name}{{{label}="{of}"}} {count}'
-                        for (label, of), count in counts
-                        if label == source
-                    ]
-                elif (value := source(self.proxy)) is not None:
-                    lines.append(f"{name} {value}")
+                if callable(source):
+                    value = source(self.proxy)
+                    lines += [f"{name} {value}"] if value is not None else []
+                    continue
+                for (label, of), count in counts:
+                    if label == source:
+                        lines.append(f'{name}{{{label}="{of}"}} {count}')
         return "\n".join(lines) + "\n"
 
     # --- the page ---------------------------------------------------------------------------------
@@ -6008,17 +5968,22 @@ class Pages:
         if not rows:
             kept = self.proxy.config.keep_requests
             rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        settings, version = self.settings(), __version__
-        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
-        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
-        page = PAGE % dict(zip(names, values, strict=True))
+        config = dataclasses.asdict(self.proxy.config).items()
+        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
+        parts |= {
+            "nonce": nonce,
+            "rows": rows,
+            "settings": html.escape(settings),
+            "version": __version__,
+        }
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -6063,16 +6028,13 @@ class Pages:
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
         }
-        if proxy.warmup.enabled():
+        if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        return "".join(
-            f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>"
-            for name, value in facts.items()
-        )
+        pair = "<div><dt>{}</dt><dd>{}</dd></div>"
+        return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
     def chart(self) -> str:
-        """Bars, and a label that tells screen readers what they show. Text stands beside the
-        drawing, which stretches."""
+        """A bar for each request, and a label that tells screen readers what they show."""
         points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
             reason = "The server reports no numbers." if judged else "Nothing to show yet."
@@ -6080,23 +6042,17 @@ class Pages:
         bars = ""
         for place, (when, share, name) in enumerate(points):
             height = max(2, 100 * share)  # a miss is seen, too
-            bars += (
-                f'<rect class="{TONES.get(name, "")}" x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}">'
-                f"<title>{clock(when)}: {100 * share:.0f}%, {name}</title></rect>"
-            )
-        mean = statistics.mean(share for _, share, _ in points)
-        last = counted(len(points), "request")
-        return (
-            '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
-            f'<svg viewBox="0 0 {max(20, len(points))} 100" preserveAspectRatio="none" role="img"'
-            f' aria-label="Share of the prompt reused in the last {last}: {100 * mean:.0f}% on average">'
-            '<line x2="100%" y1="0" y2="0"/><line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>'
-            f"{bars}</svg><span></span><span>{clock(points[0][0])} to {clock(points[-1][0])}, newest last</span></div>"
-        )
+            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
+            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
+            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
+        mean = 100 * statistics.mean(share for _, share, _ in points)
+        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
+        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
+        return CHART.format(label, mean, max(20, len(points)), bars, times)
 
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
-        usage, verdict = exchange.usage, exchange.verdict
+        usage, verdict, words = exchange.usage, exchange.verdict, ""
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
@@ -6105,30 +6061,14 @@ class Pages:
             told = "reuse not reported"
         else:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
-        words = ""
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
             tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
-            f"{clock(exchange.time)}</time></a><span>{html.escape(told)}</span>"
-            f"<code>{html.escape(printable(exchange.request.path))}</code></p>{words}</li>"
-        )
-
-    def settings(self) -> str:
-        """Every setting, with the value in force."""
-        rows = ""
-        for name, _, meaning in Config.table():
-            value = getattr(self.proxy.config, name.lower())
-            if isinstance(value, bool):
-                value = int(value)
-            elif isinstance(value, tuple):
-                value = "  ".join(value)
-            rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
-            rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
-        return rows
+        path = html.escape(printable(exchange.request.path))
+        when = clock(exchange.time)
+        return ITEM.format(exchange.number, when, html.escape(told), path, words)
 
 
 # --- a request's bodies, and what differs between them --------------------------------------------
@@ -6150,133 +6090,89 @@ def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
 
 
 TEXT_PIECE = 1 << 16  # bytes
-DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
-DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
-DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
-DIFF_CONTEXT = 2  # unchanged lines around a change
-JSON_PIECE = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
-STRING_TOKEN = re.compile(
-    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
-    re.DOTALL,
-)
+DIFF_BYTES = 4 << 20  # longer bodies are not compared
+DIFF_LINES = 1000  # compared, from the first to the last that differs
+DIFF_COLUMNS = 1000  # of a line that are shown
+JSON_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
 
 
-def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
-    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
-    made real. However the text is nested, it takes no more memory than its longest line."""
-    line, depth, at, within = bytearray(), 0, 0, False
-    while found := (STRING_TOKEN if within else JSON_PIECE).match(raw, at):
-        at = found.end()
-        if within:
-            text, codes, escaped, quote = found.groups()
-            if codes:  # written as the characters themselves, but for those that JSON must escape
-                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
-                text = told.encode("utf-8", "surrogatepass")
-            if escaped == b"n":
-                yield bytes(line)
-                line.clear()
-            else:
-                line += text or escaped or quote
-            within = not quote
+def json_lines(raw: bytes | bytearray) -> Iterator[str]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
+    Only one string at a time is parsed: the values of a whole body would take too much memory."""
+    text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
+    while found := JSON_TOKEN.match(text, at):
+        token, at = found[1], found.end()
+        if token == '"':
+            value, at = json.JSONDecoder(strict=False).raw_decode(text, at - 1)
+            start, line = 0, line + token
+            while (end := value.find("\n", start)) >= 0:
+                yield line + shortened(value[start:end])
+                start, line = end + 1, ""
+            line += shortened(value[start:]) + token
             continue
-        value, mark = found.groups()
-        if mark in (b"}", b"]"):
-            if line.strip():
-                yield bytes(line)
+        if token in "]}":
             depth -= 1
-            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
-        line += value or (b": " if mark == b":" else mark)
-        within = mark == b'"'
-        if mark in (b",", b"{", b"["):
-            yield bytes(line)
-            depth += mark != b","
-            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
-    yield bytes(line)
+            if line.strip():
+                yield line
+        line = (line if token not in "]}" else " " * min(depth, 50)) + token
+        if token in ",[{":
+            yield line
+            depth += token != ","
+            line = " " * min(depth, 50)
+        elif token == ":":
+            line += " "
+    yield line
+
+
+def shortened(line: str) -> str:
+    """A long line's beginning; the hash tells lines apart that differ further on."""
+    if len(line) <= DIFF_COLUMNS:
+        return line
+    return f"{line[:DIFF_COLUMNS]}... ({len(line):,} characters, hash {hash(line) & 0xFFFF:04x})"
+
+
+def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
+    return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
 
 
 def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
-    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out.
+
+    A prompt is edited at both ends. With too many lines from the first change to the last, as many
+    at each end are compared."""
     if max(len(before), len(after)) > DIFF_BYTES:
         return [], "the bodies are too long for a diff"
-    sides = []
-    for raw in (before, after):
-        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
-        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
-    if max(map(len, sides)) > DIFF_LINES:
-        return [], "the bodies have too many lines for a diff"
-    more = diff_rows(changed_lines(*sides), len(sides[0]))
-    rows = list(itertools.islice(more, DIFF_ROWS))
-    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
-    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
-    told = ["--- received", "+++ forwarded"] if rows else []
-    for mark, at, new_at in rows:
-        if mark == "@":
-            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
-        else:
-            told.append(mark + (new[new_at] if mark == "+" else old[at]))
-    hidden = sum(1 for _ in more)
-    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
-
-
-Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
-
-
-def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
-    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
-    shown = 0
-    for number, (start, end, new_start, new_end) in enumerate(changes):
-        first = max(shown, start - DIFF_CONTEXT)
-        if first > shown or not number:
-            yield "@", first, new_start - (start - first)
-        yield from ((" ", at, 0) for at in range(first, start))
-        yield from (("-", at, 0) for at in range(start, end))
-        yield from (("+", 0, at) for at in range(new_start, new_end))
-        following = changes[number + 1][0] if number + 1 < len(changes) else length
-        shown = min(end + DIFF_CONTEXT, following)
-        yield from ((" ", at, 0) for at in range(end, shown))
-
-
-def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
-    """Where two lists of hashed lines differ.
-
-    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
-    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
-    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
-    places: list[dict[int, int]] = []
-    for lines in (before, after):
-        found: dict[int, int] = {}
-        for at, line in enumerate(lines):
-            if line % thin == 0:
-                found[line] = -1 if line in found else at
-        places.append(found)
-    old, new = places
-    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
-    new_order = sorted(order, key=new.__getitem__)
-    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
-    same = [line for start, _, size in blocks for line in order[start : start + size]]
-    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
-    changes, at, new_at = [], 0, 0
-    for end, new_end in anchors:
-        stop, new_stop = end, new_end
-        while at < stop and new_at < new_stop and before[at] == after[new_at]:
-            at, new_at = at + 1, new_at + 1
-        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
-            stop, new_stop = stop - 1, new_stop - 1
-        if at < stop or new_at < new_stop:
-            changes.append((at, stop, new_at, new_stop))
-        at, new_at = end + 1, new_end + 1
-    return changes
-
-
-def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
-    """Lines of a JSON text by their numbers, long ones cut."""
-    found = {}
-    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
-        if number in wanted:
-            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
-            if len(line) > DIFF_COLUMNS:
-                found[number] += f"... ({len(line):,} bytes)"
-    return found
+    old, new = map(hashed_lines, (before, after))
+    start = common_prefix(old, new)
+    same = common_prefix(old[start:][::-1], new[start:][::-1])
+    if start == len(old) == len(new):
+        return [], ""
+    start, same = max(0, start - 2), max(0, same - 2)  # with the lines around them
+    skipped = max(0, max(len(old), len(new)) - start - same - DIFF_LINES)
+    windows, lines = list[list[range]](), list[dict[int, str]]()
+    for raw, length in ((before, len(old)), (after, len(new))):
+        stop, cut = length - same, start + DIFF_LINES // 2
+        parts = [range(start, min(cut, stop)), range(max(cut, stop - DIFF_LINES // 2), stop)]
+        windows.append(parts if skipped else [range(start, stop)])
+        spelled = enumerate(json_lines(raw))
+        lines.append({at: line for at, line in spelled if any(at in part for part in windows[-1])})
+    told = ["--- received", "+++ forwarded"]
+    for a, b in zip(*windows, strict=True):
+        matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
+        for group in matcher.get_grouped_opcodes(2):
+            rows, head = (
+                list[str](),
+                f"@@ -{a.start + group[0][1] + 1} +{b.start + group[0][3] + 1} @@",
+            )
+            for tag, low, high, new_low, new_high in group:
+                at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
+                if skipped and at_cut and tag in ("insert", "delete"):
+                    continue  # their partners are among the lines that are skipped
+                rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
+                rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
+            if any(row[0] != " " for row in rows):
+                told += [head, *rows]
+    return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
 
 
 def clock(when: float) -> str:
@@ -6308,37 +6204,18 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str, Usage, float]:
-    """(answer, usage, ms to the first byte) of a streamed chat request. Raises OSError, ValueError
-    or HTTPException."""
-    with contextlib.closing(http_connection(url, timeout)) as connection:
-        started = time.monotonic()
-        headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
-        connection.request(
-            "POST", under(url, b"/v1/chat/completions").decode(), dump(body), headers
-        )
-        response = connection.getresponse()
-        data = response.read1(65536)
-        first = 1000 * (time.monotonic() - started)
-        data += response.read()
-    if response.status != 200:
-        told = " ".join(data[:200].decode("utf-8", "replace").split())
-        raise ValueError(f"the server answered {response.status}: {told}")
-    return heard_answer(data, b"").opening, usage_of(data), first
+def play(url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+    """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
-
-def play(
-    url: str, tokens: int, turns: int, mark: str, timeout: float, say: Callable[[str], None]
-) -> list[Json]:
-    """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on
-    every turn.
-
-    `mark` stands at the front of the prompt, so that runs with different marks share nothing.
-    Returns a row per turn. Raises what ask() raises."""
+    Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
+    cache. Raises OSError, ValueError or HTTPException."""
     rows: list[Json] = []
     history: list[Json] = []
-    project = filler(max(50, tokens - 200), 7)
-    for turn in range(1, turns + 1):
+    mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
+    server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
+    target = under(server, b"/v1/chat/completions").decode()
+    headers = {"Content-Type": "application/json", **bearer(key)}
+    for turn in range(1, args.turns + 1):
         ident = str(uuid.uuid4())
         meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
         block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
@@ -6349,43 +6226,54 @@ def play(
         question = f"{stamp} Question {turn}: {filler(20, turn)}"
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
-        messages = [{"role": "system", "content": system}, *history]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
-        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
-        history.append({"role": "assistant", "content": answer or "ok"})
+        body: Json = {
+            "model": "local",
+            "messages": [{"role": "system", "content": system}, *history],
+        }
+        body |= {"stream": True, "max_tokens": 16, "temperature": 0}
+        with contextlib.closing(http_connection(server, timeout)) as connection:
+            started = time.monotonic()
+            connection.request("POST", target, dump(body), headers)
+            response = connection.getresponse()
+            data = response.read1(65536)
+            first = 1000 * (time.monotonic() - started)
+            data += response.read()
+        if response.status != 200:
+            told = " ".join(data[:200].decode("utf-8", "replace").split())
+            raise ValueError(f"the server answered {response.status}: {told}")
+        history.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        usage = usage_of(data)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
-        say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
+        if args.command == "bench" and not args.json:
+            print(f"  turn {turn} of {args.turns}: {ms:,.0f} ms")
     return rows
 
 
-def compare(
-    args: argparse.Namespace, config: Config, simulated: bool, say: Callable[[str], None]
-) -> None:
+def compare(args: argparse.Namespace, config: Config) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
     print both runs."""
-    mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
-    straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
-    say("")
-    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
-    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
-    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    with Proxy(ours) as proxy:
-        through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
+    straight = play(config.backend_url, args, config.read_timeout)
+    if args.command == "bench" and not args.json:
+        print()
+    quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
+    quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
+    with Proxy(dataclasses.replace(config, **quiet)) as proxy:
+        through = play(proxy.url, args, config.read_timeout)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        runs = {"simulated": simulated, "straight": straight, "through": through}
+        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
         print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for pair in zip(straight, through, strict=True):
-        line = f"{pair[0]['turn']:>5}"
+    for turn, pair in enumerate(zip(straight, through, strict=True), 1):
+        line = f"{turn:>5}"
         for row in pair:
-            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
             line += " | " + " ".join(f"{cell:>8}" for cell in cells)
         print(line)
     if ratio is not None:
@@ -6397,15 +6285,14 @@ class SimulatedServer(BaseHTTPRequestHandler):
     at MS a word."""
 
     MS = 0.02
-    server: SimulatedHost
+    slot = ""  # of the class
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
-        prompt = "\n".join(turns)
-        cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
+        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in body["messages"])
+        cached = len(prompt[: common_prefix(self.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
-        self.server.slot = prompt
+        SimulatedServer.slot = prompt
         time.sleep(read * self.MS / 1000)
         timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
@@ -6420,25 +6307,19 @@ class SimulatedServer(BaseHTTPRequestHandler):
         pass
 
 
-class SimulatedHost(socketserver.ThreadingTCPServer):
-    """HTTPServer would ask DNS for this machine's name."""
-
-    daemon_threads = True
-    slot = ""
+DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens
+and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
 
 
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
-        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
-        print(
-            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
-        )
-    with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
+        print(DEMO)
+    # HTTPServer would ask DNS for this machine's name
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(args, simulated, True, lambda line: None)
+            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"))
         finally:
             server.shutdown()
     if not args.json:
@@ -6446,9 +6327,15 @@ def command_demo(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {url}, first straight, then
+through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
+first should: {total:,} tokens.
+That takes {time} on a server that reads 400 tokens a second.
+"""
+
+
 def command_bench(args: argparse.Namespace, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
-    say: Callable[[str], None] = (lambda line: None) if args.json else print
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
@@ -6457,17 +6344,19 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
         return 1
-    total = args.tokens * (args.turns + 1)
-    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
-    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
-    say(f"first should: {total:,} tokens.")
-    say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
+    if not args.json:
+        total = args.tokens * (args.turns + 1)
+        print(BENCH.format(args, url=url, total=total, time=duration(total / 400)))
     try:
-        compare(args, dataclasses.replace(config, backend_url=url), False, say)
+        compare(args, dataclasses.replace(config, backend_url=url))
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversation must come back from the
+host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
 
 
 def command_check(args: argparse.Namespace, config: Config) -> int:
@@ -6484,8 +6373,8 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    advice = []
     status, rows = backend.ask("/slots")
+    advice = []
     if status != 200 or not isinstance(rows, list):
         wants_key = status in (401, 403)
         reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
@@ -6495,11 +6384,9 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
         print("prompt cache: on, as far as /slots tells")
-    slots, context = found.get("slots"), found.get("context")
-    if slots == 1:
-        advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
-    if isinstance(context, int) and context < 32768:
+    if found.get("slots") == 1:
+        advice.append(ONE_SLOT)
+    if isinstance(context := found.get("context"), int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
     for line in advice:
@@ -6890,11 +6777,10 @@ def build_parser() -> argparse.ArgumentParser:
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
         lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
-    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
     parser = Parser(
         prog="kvproxy.py",
         usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(about, width),
+        description=textwrap.fill(__doc__.split("\n\n")[0].partition(": ")[2], width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -6903,14 +6789,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, tokens=6000 if name == "demo" else 16000, turns=5)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
-            for option, meaning in numbers.items():
+            lengths = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in lengths.items():
                 command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
-            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser

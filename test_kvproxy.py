@@ -8044,9 +8044,9 @@ def test_explain_page(rig: Any) -> None:
     )
     assert main.count("<li>") == 8
     assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
-    for name, default, meaning in Config.table():  # every setting, with the value in force
-        assert f"<code>{name}</code>" in text and kvproxy.html.escape(meaning) in text, default
-    assert "<code>30</code>" in text
+    for name, _, _ in Config.table():  # every setting, with the value in force
+        assert f"{name} = " in text
+    assert "KEEP_REQUESTS = 30\n" in text
 
 
 def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
@@ -8180,11 +8180,8 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-@pytest.mark.parametrize(("limit", "value"), [("DIFF_LINES", 30), ("DIFF_BYTES", 100)])
-def test_status_long_difference_is_left_out(
-    rig: Any, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
-) -> None:
-    monkeypatch.setattr(kvproxy, limit, value)
+def test_status_long_difference_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 100)
     one = rig(strip_regex=("zap ",))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
@@ -8192,16 +8189,23 @@ def test_status_long_difference_is_left_out(
     assert "Hello" in detail["forwarded"]
 
 
-def test_status_difference_shows_its_beginning(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long one: what is not shown is told in numbers."""
-    monkeypatch.setattr(kvproxy, "DIFF_ROWS", 10)
+def test_status_difference_shows_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long one the middle is left out, and that is told."""
+    monkeypatch.setattr(kvproxy, "DIFF_LINES", 20)
+    lines = [f"line {number}" for number in range(100)]
+    changed = [*lines[:3], "new", "newer", *lines[3:97], "late", *lines[98:]]
+    raw = [json.dumps({"t": "\n".join(each)}).encode() for each in (lines, changed)]
+    diff, note = kvproxy.difference(*raw)
+    assert [row for row in diff[2:] if row[0] in "-+"] == ["+new", "+newer", "-line 97", "+late"]
+    assert note == "81 lines in the middle are not compared"
+
+
+def test_status_difference_behind_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
-    one = rig(strip_regex=("zap ",))
-    text = "\n".join(f"zap line {number} {'x' * 50}" for number in range(40))
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat(text)])
-    detail = one.get("/kvproxy/requests/1").json()
-    assert len(detail["diff"]) == 12 and "more lines of the diff are left out" in detail["note"]
-    assert "-zap line 1 xxxxxxxxx... (61 bytes)" in detail["diff"]
+    raw = [json.dumps({"t": f"a\n{'x' * 60}{end}\nz"}).encode() for end in "bc"]
+    (old, new) = [row for row in kvproxy.difference(*raw)[0][2:] if row[0] in "-+"]
+    assert old.startswith("-" + "x" * 20 + "... (61 characters, hash ") and new.startswith("+xxx")
+    assert old[1:] != new[1:]
 
 
 def status_apply(before: list[str], diff: list[str]) -> list[str]:
@@ -8223,13 +8227,11 @@ def status_apply(before: list[str], diff: list[str]) -> list[str]:
 
 def status_spell(value: Any) -> list[str]:
     """A JSON value as the page's difference spells it."""
-    return [line.decode() for line in kvproxy.json_lines(json.dumps(value).encode())]
+    return list(kvproxy.json_lines(json.dumps(value).encode()))
 
 
-@pytest.mark.parametrize("thin", [2000, 3])
-def test_status_difference_is_true(monkeypatch: pytest.MonkeyPatch, thin: int) -> None:
+def test_status_difference_is_true() -> None:
     """Applied to the lines before, it gives the lines after; in whatever way both are spelled."""
-    monkeypatch.setattr(kvproxy, "DIFF_ANCHORS", thin)
     chance = random.Random(5)
     for _ in range(300):
         lines = [
@@ -8305,7 +8307,7 @@ def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
 def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
     """The relay's copy of the answer counts as well; what every page takes does not."""
-    pages, size, fixed = Proxy(Config()).pages, 20_000, 300_000
+    pages, size, fixed = Proxy(Config()).pages, 40_000, 600_000
     exchange = status_heavy(kind, size)
     gc.collect()
     tracemalloc.start()
@@ -9144,10 +9146,10 @@ def test_files_temporary_ones_of_a_crash_go_at_the_start(
     rig: Any, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm[1].json"
-    for name in ("warm[1].json.4711.tmp", "warm[1].json.x.tmp", "warm1.json.5.tmp", "other.tmp"):
+    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
         (tmp_path / name).write_text("{")
     rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.5.tmp", "warm[1].json.x.tmp"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
 
 
 FILES_SECRET_PATHS = (
@@ -9212,9 +9214,10 @@ FILES_SECRET_MEMBERS = (
     "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
     "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
     "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
+    "code",
 )  # fmt: skip
 FILES_PLAIN_MEMBERS = (
-    "max_tokens", "prompt_cache_key", "tokens", "author", "code", "passage", "key_values", "tokenizer", "stop_token_ids",
+    "max_tokens", "prompt_cache_key", "tokens", "author", "passage", "key_values", "tokenizer", "stop_token_ids",
 )  # fmt: skip
 
 
