@@ -2745,6 +2745,7 @@ def listed(value: Any) -> list[Any]:
 # What of a prompt is looked at, so that no body makes the search for a change long.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 CURE_LINES = 4  # of a system prompt that one cure covers
@@ -2908,6 +2909,8 @@ def common_suffix(a: str, b: str) -> int:
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
+    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
+        return a == b
     a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
@@ -3153,7 +3156,7 @@ def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
 
     own = (one for one in stored if one.conversation == talk and (side or not one.side))
     named = list(itertools.islice(own, COMPARED_PROMPTS))
-    others = [one for one in stored[:COMPARED_PROMPTS] if one.conversation != talk]
+    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
     return named + [one for one in others if looks_alike(one)]
 
 
