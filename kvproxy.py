@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the kvproxy authors
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
 their prompts.
 
 One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
 
     python kvproxy.py demo                                      see what it does; needs no server
-    BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py         serve on 127.0.0.1:1234
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
     python kvproxy.py --help                                    every command and setting
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
@@ -31,40 +35,53 @@ To use it from a program (importing starts nothing and reads no environment):
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    sys.exit(TOO_OLD % sys.version_info[:2])
+
 import argparse
+import array
+import codecs
 import collections
 import contextlib
 import copy
 import dataclasses
 import difflib
 import errno
+import functools
+import glob
 import hashlib
 import html
 import http
 import http.client
+import io
 import ipaddress
 import itertools
 import json
 import logging
+import logging.handlers
+import math
 import os
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
 import stat
 import statistics
 import struct
-import sys
 import textwrap
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple, NoReturn, cast
 
 try:
     import ssl
@@ -190,7 +207,10 @@ class Config:
     )
     max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
     max_connections: int = setting(
-        2048, "client connections at a time; more are answered with 503", low=1, high=100000
+        2048,
+        "client connections at a time; idle and slow ones give way, else 503",
+        low=1,
+        high=100000,
     )
     allowed_hosts: str = setting(
         "", "more names that the Host header may carry, separated by commas"
@@ -198,7 +218,7 @@ class Config:
     log_level: str = setting(
         "info", "how much is logged", choices=("debug", "info", "warning", "error")
     )
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -269,7 +289,13 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     if isinstance(item.default, (int, float)):
         with contextlib.suppress(ValueError):
             return type(item.default)(text)
+    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
+        return "http://" + text
     return text.lower() if "choices" in item.metadata else text
+
+
+# A host (a name, an address) with a port, and perhaps a path.
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
 
 
 def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -281,6 +307,35 @@ def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple
             _check(item, name, (text,), text)
             found.append((int(match[1] or 1), name, text))
     return tuple(text for _, _, text in sorted(found))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    for item in dataclasses.fields(Config):
+        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+        if re.fullmatch(item.name.upper() + more, name):
+            return True
+    return False
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
+    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        for name in names if not is_setting(variable) else ():
+            if bare == name or one_edit(bare, name):
+                yield variable, name
+
+
+def one_edit(a: str, b: str) -> bool:
+    """Whether two words differ in one letter, or in the order of two neighbours."""
+    at = common_prefix(a, b)
+    a, b = a[at:], b[at:]
+    return a != b and (
+        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+    )
 
 
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
@@ -568,9 +623,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
     stored = ("previous_response_id", "conversation")
-    if any(view.body.get(key) for key in stored) and view.dialect.name == "responses":
-        return True
-    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+    if view.dialect.name != "responses":
+        return False
+    return any(view.body.get(key) for key in stored) or any(
+        turn.item and turn.item.get("type") == "item_reference" for turn in view.turns
+    )
 
 
 def guess_dialect(body: Json) -> Dialect:
@@ -584,6 +641,10 @@ def guess_dialect(body: Json) -> Dialect:
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
+
+
+class TooMany(Unreadable):
+    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -663,8 +724,12 @@ class Reader:
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 return self.split(raw, dialect)
+            except TooMany:
+                raise
+            except (ValueError, RecursionError):
+                pass
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
@@ -705,6 +770,7 @@ class Reader:
                 turns.append(turn)
                 at = end
                 continue
+            check_limit("turns", len(turns))
             item, raw, decoded = parse_item(data, at, end, opening)
             behind = ITEM_END.match(data, at + len(raw))
             wasted += decoded - len(raw)
@@ -828,7 +894,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise Unreadable(f"too many {what}")
+        raise TooMany(f"too many {what}")
 
 
 def check_limits(view: View) -> None:
@@ -836,7 +902,8 @@ def check_limits(view: View) -> None:
     check_limit("turns", len(view.turns))
     check_limit("tools", len(listed(view.body.get("tools"))))
     for turn in view.all():
-        check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+        if turn.said is None:  # else it was checked in an earlier request
+            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -1295,7 +1362,9 @@ def system_first(
         return  # in order
     if any((turn.item or {}).get("name") for turn in systems):
         return
-    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
+    if not all(turn.slots() for turn in view.head + systems) or any(
+        beside_texts(turn)[0] for turn in systems
+    ):
         return  # a system message without text, or with more than text: an unknown shape
     leading, worth = view.leading(), pays(view)
     count = 1 if leading and not view.head else 0
@@ -1336,7 +1405,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     waiting: list[str] = []
     like: Turn | None = None  # a system message: what is written anew has its form
     for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and index:
+        if turn is not None and turn.role == "system" and (index or view.head):
             waiting.append(reminder(turn.text()))
             like = turn
             report.system_moved += 1
@@ -1439,9 +1508,9 @@ _DATE = (
     r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
     r"|\d{1,2}/\d{1,2}/\d{4})"
 )
-_CLOCK = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
+_HOURS = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
 _ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
-_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_CLOCK})?|{_CLOCK}){_ZONE}{{0,2}}\.?"
+_MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 
 
 def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
@@ -1524,7 +1593,7 @@ LIFTS = (
                  "`# gitStatus` in a user reminder, git advice in tool descriptions",
                  status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
-          rf"(?:Current time is {_CLOCK}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
+          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
           "`The date has changed. Today's date is now ...`, which is part of the story"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
           rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
@@ -1670,6 +1739,7 @@ PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of li
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
+MOST_COMPARED = 256  # records that are held against a request
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1731,7 +1801,8 @@ class Unit:
     unit of a request has only carriers: those in front of everything else."""
 
     __slots__ = (
-        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
+        "words",
     )  # fmt: skip
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
@@ -1739,7 +1810,8 @@ class Unit:
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
+        first = said[0] if said else Said(0, 0)
+        self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
         self.inserted = NOTHING  # what kvproxy set down in it, by label
         self.stored: Stored | None = None  # as it was sent before
         self.dropped = False  # a carrier of it is not sent
@@ -1757,6 +1829,7 @@ class Unit:
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
         self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+        self.calls = tuple([call for one in self.said for call in one.calls])
 
     def part(self) -> list[Unit]:
         """Take its carriers away, as units of their own, in which somebody speaks."""
@@ -1766,12 +1839,6 @@ class Unit:
             units.append(Unit("user", [turn], [said]))
         self.carriers, self.said = [], self.said[: len(self.turns)]
         return units
-
-    def calls(self) -> tuple[Call, ...]:
-        """Of tool calls, or of the results."""
-        if len(self.said) == 1:
-            return self.said[0].calls
-        return tuple([call for one in self.said for call in one.calls])
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1918,6 +1985,7 @@ class Match(NamedTuple):
     record: Record | None = None
     line: Line | None = None
     answered: bool = False
+    outdated: tuple[Line, ...] = ()  # the client has changed what they hold
 
 
 @dataclasses.dataclass
@@ -1979,34 +2047,28 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return Said(0, 0)
-        pieces = beside_texts(turn)
-        words = [piece.words for piece in pieces]
-        whole = [piece.whole for piece in pieces]
+        beside, more = beside_texts(turn)
+        plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
-            text = turn.text().strip()
-            return Said(
-                hash((turn.role, text, *words)),
-                hash((turn.role, text, *whole)),
-                calls=calls_of(turn),
-            )
+            said = hash((turn.role, plain_text, *beside))
+            return Said(said, said, calls=calls_of(turn))
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
-        plain = turn.text().strip()
         carrier = False
-        if plain and not text and not pieces:
+        if plain_text and not text and not beside:
             carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
             if not carrier:  # a person may have typed it
-                text, blocks = plain, []
+                text, blocks = plain_text, []
         return Said(
-            hash(("user", text, *sorted(words))) if text or pieces else 0,
-            hash(("user", plain, *whole)),
-            tuple(blocks),
-            carrier,
-            bool(text) or any(not piece.result for piece in pieces),
-            digest(text),
-            calls_of(turn),
-            len(plain),
+            words=hash(("user", text, *sorted(beside))) if text or beside else 0,
+            whole=hash(("user", plain_text, *beside)),
+            blocks=tuple(blocks),
+            carrier=carrier,
+            speaks=bool(text) or more,
+            opening=digest(text),
+            calls=calls_of(turn),
+            size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
@@ -2074,21 +2136,26 @@ class Replay:
         match = self.find(units, places)
         while 0 < match.depth < len(units) and units[match.depth].role == "tool":
             match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
-            if restored_bytes(units) > size + SLACK:
-                match = self.let_go(units, match)
+            kept = [at for at in match.record.kept if at < match.depth]
+            if restored_bytes([units[at] for at in kept]) > size + SLACK:
+                self.overflowed(Trace(line=match.line))
+                match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
-        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
-        kept = match.record.kept if match.record is not None else []
+        self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
-            unit.stored = None
-        report.replayed += sum([restore(unit) for unit in units[:depth]])
+            unit.stored = None  # it goes as it came
+        for unit in units[:depth]:
+            known = unit.stored
+            if known and (known.turns is not None or known.calls != unit.calls):
+                report.replayed += restore(unit, known)
         report.lifted += len(lifted)
         if pending:
-            set_down(view, units, pending)
+            set_down(view, units, depth, pending)
         self.drop_moved(units, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
@@ -2113,19 +2180,17 @@ class Replay:
                 continue
             for line in self.lines.at(places[at - 1]):
                 record = line.record
-                if record is not None:
+                if record is not None and len(found) < MOST_COMPARED:
                     reach = reach_of(units, record, at, now)
                     found.append((reach, line, record))
                     best = max(best, reach)
                     if reach[0] < at and agreement(record, units[at], at) == 2:
                         edited.append((at, line))
         depth, evidence = best
-        for at, line in edited:
-            if at > depth:  # the conversation goes on, and its client has changed that
-                self.lines.drop(line)
+        outdated = tuple([line for at, line in edited if at > depth])
         rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
         if not depth or evidence == 1:
-            return Match()
+            return Match(outdated=outdated)
         _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
         for _, _, other in rivals:
@@ -2134,7 +2199,9 @@ class Replay:
                 if mine is not theirs and mine.form() != theirs.form():
                     common = at
                     break
-        return Match(common, record, line, common == depth and evidence == 2)
+        if not common:
+            return Match(outdated=outdated)
+        return Match(common, record, line, common == depth and evidence == 2, outdated)
 
     def drop_moved(self, units: list[Unit], report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
@@ -2157,14 +2224,6 @@ class Replay:
                 kept.append(carrier)
             if unit.dropped:
                 unit.carriers = kept
-
-    def let_go(self, units: list[Unit], match: Match) -> Match:
-        """Forget the line that has grown too long, and what it would have restored."""
-        if match.line is not None:
-            self.lines.drop(match.line)
-        for unit in units:
-            unit.stored = None
-        return Match()
 
     def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -2201,6 +2260,9 @@ class Replay:
             self.lines.put(trace.line, record, places[end - 1], size)
         elif match.line is not None:
             self.lines.drop(match.line)
+        for line in match.outdated:
+            if line is not trace.line:
+                self.lines.drop(line)
 
     def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
         """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
@@ -2223,7 +2285,7 @@ class Replay:
             turns=turns,
             carriers=carriers,
             inserted=inserted,
-            calls=old.calls if old else unit.calls(),
+            calls=old.calls if old else unit.calls,
             heard=heard,
             private=old is not None or not PERSONAL.isdisjoint(inserted),
             size=sum([one.size for one in unit.said]),
@@ -2231,7 +2293,7 @@ class Replay:
         )
 
     def overflowed(self, trace: Trace) -> None:
-        """The server said that the context is full: a fresh start, without restored text."""
+        """The prompt is too long: a fresh start, without restored text."""
         if trace.line is not None:
             self.lines.drop(trace.line)
 
@@ -2332,20 +2394,26 @@ def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
     line that it has no more, since what was withdrawn may not stand on; and no `later` message says
     something of the kind, which would then be older."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    if sum((old - new).values()) > sum((new - old).values()):
+    gone, added = [list((one - other).elements()) for one, other in ((old, new), (new, old))]
+    if collections.Counter(map(about, gone)) - collections.Counter(map(about, added)):
         return False
     told = [text for unit in later for one, text in unit.blocks() if one == kind]
     if kind == "environment" and told:
         return False
     heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
-    changed = labels_of([*(new - old), *(old - new)])
+    changed = labels_of(gone + added)
     return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
 
 
+def about(line: str) -> str:
+    """What a line is about: what stands before a colon, else all but dates and numbers."""
+    label, colon, _ = line.partition(":")
+    return label.strip() if colon else re.sub(rf"{_CLOCK}|\d+", "", line).strip()
+
+
 def labels_of(texts: Iterable[str]) -> set[str]:
-    """What the lines of some texts are about: what stands before a colon, else the whole line."""
-    lines = [line for text in texts for line in text.splitlines()]
-    return {line.partition(":")[0].strip() for line in lines} - {""}
+    """What the lines of some texts are about."""
+    return {about(line) for text in texts for line in text.splitlines()} - {""}
 
 
 def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
@@ -2376,14 +2444,11 @@ def restored_bytes(units: list[Unit]) -> int:
     return added
 
 
-def restore(unit: Unit) -> bool:
+def restore(unit: Unit, stored: Stored) -> bool:
     """Put a unit's stored form in its place; whether that changed anything.
 
     Answers and results stay as the client has them now, but for ids, names and order.
     """
-    stored = unit.stored
-    if stored is None:
-        return False
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
@@ -2472,11 +2537,33 @@ def settle_insertions(
         return depth, pending
 
 
-def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn; in front of all of it where a
-    decoration of the turn says something of the kind, because that is newer."""
-    unit = units[target_of(units)]
-    unit.inserted = pending
+def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
+    """Put lifted texts into the newest user turn, in front of what is said there; but what a later
+    message says anew goes in front of that message's turn: into the first one, while nothing of
+    that has been read."""
+    first = next((at for at, unit in enumerate(units) if unit.speaks()), 0)
+    old: dict[str, str] = {}
+    if depth <= first:
+        later = [text for unit in units[first:] for _, text in unit.blocks()]
+        old = {label: text for label, text in pending.items() if said_anew(text, later)}
+    insert_lifted(view, units[first], old)
+    insert_lifted(view, units[target_of(units)], {k: v for k, v in pending.items() if k not in old})
+
+
+def said_anew(text: str, later: list[str]) -> bool:
+    """Whether later texts say something of the kind of a lifted one."""
+    dated = [one for one in later if "date" in one or "time" in one]
+    if is_time(text) and any(re.search(_CLOCK, one) for one in dated):
+        return True
+    return not labels_of([text]).isdisjoint(labels_of(later))
+
+
+def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in a user turn; in front of all of it where a decoration
+    of the turn says something of the kind, because that is newer."""
+    if not pending:
+        return
+    unit.inserted = {**unit.inserted, **pending}
     lifted = [text for label, text in pending.items() if not label.startswith("first ")]
     pieces = [text for label, text in pending.items() if label.startswith("first ")]
     if lifted:
@@ -2485,14 +2572,13 @@ def set_down(view: View, units: list[Unit], pending: dict[str, str]) -> None:
     at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
-    if slots:
-        told = labels_of([block for _, block in unit.blocks()])
-        newer = not told.isdisjoint(labels_of(pending.values()))
-        spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
-        slot = slots[0] if newer or not spoken else spoken[-1]
-        slot.set(text + "\n\n" + slot.get())
-    else:
+    if not slots:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+        return
+    newer = said_anew("\n".join(pending.values()), [block for _, block in unit.blocks()])
+    spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
+    slot = slots[0] if newer or not spoken else spoken[-1]
+    slot.set(text + "\n\n" + slot.get())
 
 
 class Editor:
@@ -2555,7 +2641,7 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
     texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in unit.calls()]
+    calls = [plain(name) for name, _ in unit.calls]
     return letters("\n".join(texts)), frozenset(calls)
 
 
@@ -2585,41 +2671,53 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     return 0
 
 
-class Beside(NamedTuple):
-    """Something that a turn says beside its texts."""
-
-    words: int
-    whole: int
-    result: bool  # of a tool
+CALL_PARTS = ("tool_use", "tool_result")
 
 
-def beside_texts(turn: Turn) -> list[Beside]:
-    """Calls, results, images and names in a turn."""
-    item, content = turn.item or {}, turn.holder.get(turn.key)
-    said: list[Any] = []
-    results: list[Any] = []
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind == "tool_use":
-                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
-            elif kind == "tool_result":
-                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
-            elif kind not in UNSAID_PARTS:
-                said.append(_sorted_json(bare(part)))
-    elif content is not None and not isinstance(content, str):
-        said.append(_sorted_json(content))
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str  # of the id
+    named: Json | None  # has the name, or would
+    said: str  # the call's arguments, or its result
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
     for call in listed(item.get("tool_calls")):
-        function = members(members(call).get("function"))
-        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
-    for key in ("call_id", "tool_call_id"):
-        if key in item:
-            call = item.get("arguments", item.get("input"))
-            said.append((plain(item[key]), canonical(call)))
-    if turn.role == "user" and "name" in item:
-        said.append(("name", str(item["name"])))
-    pieces = [Beside(hash(one), hash(one), False) for one in said]
-    return pieces + [Beside(hash(one), hash(one), True) for one in results]
+        if isinstance(call, dict):
+            function = members(call.get("function"))
+            found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
+    for part in listed(item.get("content")):
+        kind = part.get("type") if isinstance(part, dict) else ""
+        if kind == "tool_use":
+            found.append(CallField(part, "id", part, canonical(part.get("input"))))
+        elif kind == "tool_result":
+            found.append(CallField(part, "tool_use_id", None, result_text(part.get("content"))))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item, ""))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        said = canonical(item.get("arguments", item.get("input")))
+        found.append(CallField(item, "call_id", named, said))
+    return found
+
+
+def beside_texts(turn: Turn) -> tuple[list[int], bool]:
+    """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
+    there is anything but results of tools among it."""
+    fields = call_fields(turn.item or {})
+    said: list[Any] = [(plain(field.holder.get(field.key)), field.said) for field in fields]
+    count = len(said)
+    content = turn.holder.get(turn.key)
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
+            said.append(_sorted_json(bare(part)))
+    if turn.role == "user" and "name" in (turn.item or {}):
+        said.append(str((turn.item or {})["name"]))
+    return [hash(one) for one in said], len(said) > count
 
 
 def canonical(arguments: Any) -> str:
@@ -2640,38 +2738,10 @@ def result_text(content: Any) -> str:
     return "\n".join(texts)
 
 
-class CallField(NamedTuple):
-    """Where an object says which call it is about."""
-
-    holder: Json
-    key: str
-    named: Json | None  # has the name, or would
-
-
-def call_fields(item: Json) -> list[CallField]:
-    """The places of an item that hold ids of calls, in order."""
-    found = []
-    for call in listed(item.get("tool_calls")):
-        if isinstance(call, dict):
-            function = call.get("function")
-            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
-    for part in listed(item.get("content")):
-        if isinstance(part, dict) and part.get("type") == "tool_use":
-            found.append(CallField(part, "id", part))
-        elif isinstance(part, dict) and part.get("type") == "tool_result":
-            found.append(CallField(part, "tool_use_id", None))
-    if "tool_call_id" in item:
-        found.append(CallField(item, "tool_call_id", item))
-    elif "call_id" in item:
-        named = item if str(item.get("type")).endswith("_call") else None
-        found.append(CallField(item, "call_id", named))
-    return found
-
-
 def calls_of(turn: Turn) -> tuple[Call, ...]:
     """(id, name) of the calls or results in a turn, in order."""
     calls = []
-    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+    for holder, key, named, _ in call_fields(turn.item or {}):
         calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
     return tuple(calls)
 
@@ -2679,7 +2749,7 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order in which they were sent first; whether that
     changed anything."""
-    mine = unit.calls()
+    mine = unit.calls
     if mine == first:
         return False
     spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
@@ -2691,7 +2761,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         if item is None or not (fields := call_fields(item)):
             turns.append((turns[-1][0] if turns else 0, turn))
             continue
-        for holder, key, named in fields:
+        for holder, key, named, _ in fields:
             _, holder[key], name = spelled[plain(holder[key])]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
@@ -2753,7 +2823,6 @@ class Tools:
     def apply(
         self,
         view: View,
-        client: bytes,
         conversation: str,
         follows: bool,
         report: Report,
@@ -2767,17 +2836,19 @@ class Tools:
         if not tools:
             return
         listing = hash(json.dumps(tools))
-        order = self.get(client, "unchanged", listing)
-        if order is None:
+        order = self.get("unchanged", listing)
+        for name in order or ():
+            self.get("form", name)  # it is in use
+        if order is None or self.get("order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
             if len(known) != len(names):
                 return
             forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get(client, "form", name) or forms[name] for name in names}
-            order = self.get(client, "order", frozenset(names))
+            first = {name: self.get("form", name) or forms[name] for name in names}
+            order = self.get("order", frozenset(names))
             if order is None:
-                before = (self.get(client, "talk", conversation) if follows else None) or []
+                before = (self.get("talk", conversation) if follows else None) or []
                 old = set(before)
                 order = before + [name for name in names if name not in old]
                 if not old <= known:
@@ -2786,14 +2857,14 @@ class Tools:
                 view.body["tools"] = [json.loads(first[name]) for name in order]
                 report.tools_restored += 1
             elif learn:
-                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
+                self.put(order, 200 + 40 * len(order), "unchanged", listing)
             if learn:
                 for name, form in first.items():
                     if form is forms[name]:
-                        self.put(form, 300 + len(form), client, "form", name)
-                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
+                        self.put(form, 300 + len(form), "form", name)
+                self.put(order, 200 + 40 * len(order), "order", frozenset(names))
         if learn:
-            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
+            self.put(order, 200 + 40 * len(order), "talk", conversation)
 
 
 # ==================================================================================================
@@ -2820,7 +2891,8 @@ class Usage:
         )
 
 
-USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
+# What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
+USAGE_KEYS = {
     **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
     **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
     **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
@@ -2831,57 +2903,51 @@ USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timing
         name: name for name in ("cache_n", "prompt_n", "prompt_ms")
     },  # llama.cpp's result_timings::to_json
 }
-# A quoted key followed by a colon cannot stand inside a JSON string, so the search needs no parse
-# of the whole.
-NUMBERS = [
-    re.compile(rf'"({key})"\s*:\s*(?=[{{\d])') for key in ("usage", "timings", "tokens_evaluated")
-]
-BRACKETS = re.compile(
-    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
-)  # and strings, whose brackets do not count
+USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
+# Events that hold numbers, at each end of a window: where each has some, they are running totals.
+USAGE_TRIES = 8
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(*windows: bytes) -> Usage:
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
 
-    The last window reaches to the end of the answer; of one before it, its start, only whole SSE
-    lines count."""
+    `first` is the whole of it, or its first bytes, and `last` its last ones."""
     found: dict[str, float] = {}
-    windows = tuple(window for window in windows if window)
-    for window in windows:
+    for window in (first, last) if last else (first,):
         text = window.decode("latin-1")  # all that matters is ASCII
         streamed = text.startswith("data:") or "\ndata:" in text
-        for pattern in NUMBERS:
-            matches = list(pattern.finditer(text))
-            for match in (
-                matches[:4] + matches[4:][-8:]
-            ):  # servers that report in every event report running totals
-                end = text.find("\n", match.end()) if streamed else -1
-                if end < 0 and window is not windows[-1]:
-                    continue  # cut off
-                with contextlib.suppress(ValueError, RecursionError):
-                    value, rest = value_at(text, match.end())
-                    if outermost(BRACKETS.findall(text, rest, end if end >= 0 else len(text))):
-                        read_numbers(found, {match[1]: value})
+        lines = (
+            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
+            if streamed
+            else [text]
+        )
+        whole = window is (last or first)  # else its last line may be cut off
+        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    event = json.loads(line.removeprefix("data:"))
+                except ValueError:
+                    event = last_members(line) if whole else {}
+                for part in (event, members(event).get("response"), members(event).get("message")):
+                    numbers = members(part)
+                    named = {key: numbers.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
     return settled(found)
 
 
-def outermost(rest: list[str]) -> bool:
-    """Whether what stands before these brackets is a member of an answer, or of the one object in
-    an event: in a list, or deeper, the model wrote it (a tool call's input is no string in
-    /v1/messages)."""
-    opened = closed = 0
-    for token in rest:
-        if token in ("{", "["):
-            opened += 1
-        elif token in ("}", "]") and opened:
-            opened -= 1
-        elif token == "]":
-            return False
-        elif token == "}":
-            closed += 1
-    return closed in (1, 2)
+def last_members(text: str) -> Json:
+    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
+    in a list, or deeper than in the one object of an event, was written by the model."""
+    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            tail = text[match.start() :]
+            inner, end = value_at("{" + tail)
+            rest = tail[end - 1 :].strip()
+            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
+    return {}
 
 
 def read_numbers(found: dict[str, float], numbers: Json) -> None:
@@ -2899,7 +2965,8 @@ def settled(found: dict[str, float]) -> Usage:
     """What follows from the numbers that were found; what does not stays None."""
     prompt, cached = found.get("prompt"), found.get("cached")
     if "input" in found:
-        prompt = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
         cached = found.get("cache_read", cached)
     if "prompt_n" in found:
         if "cache_n" in found:
@@ -2978,7 +3045,15 @@ class Segment(NamedTuple):
     text: str
 
 
+# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts
+# are compared as a whole where that takes one pass.
+SEGMENTS = 4096  # of a prompt; those behind count as one
+COMPARED = 65536  # characters of two texts whose likeness is judged
+COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+CURE_LINES = 4  # of a system prompt that one cure covers
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 def segments_of(view: View) -> list[Segment]:
@@ -2986,114 +3061,141 @@ def segments_of(view: View) -> list[Segment]:
     templates drop at will."""
     found = [Segment("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        found.append(
-            Segment(
-                f"tool {tool_name(tool)}",
-                json.dumps(bare(tool) if isinstance(tool, dict) else tool),
-            )
-        )
+        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
+        found.append(Segment(f"tool {tool_name(tool)}", text))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = said(turn)
+            turn.told = rendered(turn)
         found.append(Segment(f"turn {number} ({role})", turn.told))
+    if len(found) > SEGMENTS:
+        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
+        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
     return found
 
 
-def said(turn: Turn) -> str:
-    """All that the server reads of a turn: texts, and its calls, results and images as JSON."""
+def reasoning_of(view: View) -> set[int]:
+    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
+    found, number = set(), 1
+    for turn in view.turns[view.leading() :]:
+        item = turn.item or {}
+        kinds = [members(part).get("type") for part in listed(item.get("content"))]
+        if (
+            turn.role == "reasoning"
+            or item.get("reasoning_content")
+            or any(kind in REASONING_PARTS for kind in kinds)
+        ):
+            found.add(number)
+        number += turn.role != "reasoning"
+    return found
+
+
+def rendered(turn: Turn) -> str:
+    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
+    images; not its reasoning."""
     content, item = turn.holder.get(turn.key), turn.item or {}
-    rest: list[Any] = [] if isinstance(content, (str, list)) else [content]
-    rest += [
-        part
-        for part in listed(content)
-        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS
-    ]
-    rest += [
-        item.get(key)
-        for key in ("name", "arguments", "input", "tool_calls", "call_id", "tool_call_id")
-    ]
-    return "\n".join(
-        filter(None, [turn.text(), *(spelled(part) for part in rest if part is not None)])
-    )
+    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
+    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
+    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
+    return "\n".join(filter(None, pieces))
 
 
-def spelled(value: Any) -> str:
-    """A call or result as text. Arguments in any spelling are equal to the server, which parses
-    them; an image's bytes stand for few tokens, and are replaced by a hash."""
-    if isinstance(value, list):
-        return "\n".join(map(spelled, value))
+def part_text(part: Any) -> str:
+    """A content part, result or call as text. An image's bytes stand for few tokens, and are
+    replaced by a hash."""
+    if not isinstance(part, dict):
+        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
+    kind, name = part.get("type"), tool_name(part)
+    if kind in TEXT_PARTS:
+        return str(part.get("text") or "")
+    if kind in UNSAID_PARTS:
+        return ""
+    if kind == "tool_result":  # llama-server joins the texts of a result
+        content = part.get("content")
+        texts = map(part_text, content if isinstance(content, list) else [content])
+        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
+    if name != "?":
+        call = {**part, **members(part.get("function"))}
+        given = arguments_text(call.get("arguments", call.get("input")))
+        return "\n".join((plain(part.get("id")), name, given))
+    text = json.dumps(bare(part))
+    if len(text) > 2048:
+        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
+    return text
+
+
+def arguments_text(value: Any) -> str:
+    """A call's arguments: in any spelling they are equal to the server, which parses them."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    if isinstance(value, dict):
-        value, function = bare(value), members(value.get("function"))
-        if isinstance(function.get("arguments"), str):
-            value["function"] = {**function, "arguments": spelled(function["arguments"])}
-    text = json.dumps(value)
-    return (
-        BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text) if len(text) > 2048 else text
-    )
+    return "" if value is None else json.dumps(value)
 
 
 def text_size(text: str) -> int:
-    """About the bytes that a string takes in memory."""
-    return 120 + len(text) * (1 if text.isascii() else 3)
+    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
+    393)."""
+    return 70 + sys.getsizeof(text)
 
 
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
+    a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 def tool_name(tool: Any) -> str:
+    """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    return (
-        re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
-    )  # it stands in the log
+    if not isinstance(name, str):
+        return "?"
+    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing
-    characters."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common prefix, by halves: comparing slices is faster than comparing items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    return common_prefix(a[::-1], b[::-1])
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b1[6-9]\d{8}(?:\d{3})?\b"
-    rf"|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
     ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-    ("hash", r"\b[0-9a-f]{5,}\b|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}\b"),
+    ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
     ("counter", r"\d+(?:[.,]\d+)*"),
+    ("id", r"\b\w*\d\w*"),
 )
 
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
     text."""
-    if at >= len(after):
+    if at >= len(after.rstrip()):
         return "removed"
-    if at >= len(before):
+    if at >= len(before.rstrip()):
         return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
@@ -3110,16 +3212,18 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 def around(text: str, at: int) -> str:
     """The line, or a piece of it, where two texts part."""
+    start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
-    return text[
-        max(text.rfind("\n", 0, at) + 1, at - 30) : min(end if end >= 0 else len(text), at + 40)
-    ]
+    return text[start : min(end if end >= 0 else len(text), at + 40)]
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. `share` is the part (0 to 1, by characters) that an earlier prompt
-    began with."""
+    """What became of one prompt.
+
+    `share` is the part (0 to 1, by characters) that an earlier prompt began with; `expected` the
+    tokens that should have been reused, None where nothing tells; `base` the number of the request
+    that this one goes on from, 0: none. `cure` is a setting, ready to copy."""
 
     name: str = "cold"
     share: float = 0.0
@@ -3128,189 +3232,211 @@ class Verdict:
     before: str = ""
     after: str = ""
     advice: str = ""
+    cure: str = ""
     side: str = ""
-    taken: bool = False  # another conversation sent something since the earlier prompt
-    away: bool = False  # the server was away since then
+    step: str = ""
+    base: int = 0
+    expected: int | None = None
+
+    def title(self) -> str:
+        """The name, and what kind of request it is about."""
+        note = self.side or self.step
+        return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' when there is nothing to
         say."""
-        if self.name == "rewritten" and self.kind in ("taken out", "put in"):
-            return f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        if self.name == "rewritten":
-            return f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return self.advice if self.name == "lost" else ""
+        if self.name in ("lost", "template", "not reported"):
+            return self.advice
+        if self.name == "new branch" and self.kind in RETURNS:
+            return RETURNS[self.kind]
+        if self.name != "rewritten":
+            return ""
+        if self.kind in ("taken out", "put in"):
+            told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
+        elif self.kind == "reasoning":
+            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
+        else:
+            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
+        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
 
 
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "begins with an earlier prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
-    "lost": "begins with an earlier prompt, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
 }
-
-ADVICE = {
-    "taken": "another conversation was served in between and took the slot: start llama-server with -np 4 -sps 0.6, or"
-    " give it more --cache-ram",
-    "away": "the server was away in between (restart or crash): WARMUP_FILE reads the prompts in again after a start",
-    "idle": "nothing was sent for {minutes} minutes: the server may unload when idle (--sleep-idle-seconds);"
-    " KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server kept nothing of it: it was restarted, or its host cache is off (--cache-ram 0), or the model"
-    " is a hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "partly": "the server kept only a part of it: a slot's context may be smaller than the conversation (-c, -np), the"
-    " last checkpoint may lie further back (--ctx-checkpoints), or the chat template drops old reasoning",
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names, texts, and `chain`, hashes of all up
-    to each of them; `end` is one of all and that nothing follows. `first` is the place of the first
-    turn."""
+    """A prompt as it was forwarded, segment by segment: names and texts.
 
-    __slots__ = ("chain", "conversation", "end", "first", "names", "texts", "time")
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
+    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
+    of the conversation's first prompt."""
 
-    def __init__(self, segments: list[Segment], conversation: str, now: float) -> None:
+    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
         self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
         self.names = [segment.where for segment in segments]
         self.texts = [segment.text for segment in segments]
-        self.first = next(
-            (i for i, name in enumerate(self.names) if name.startswith("turn ")), len(self.names)
-        )
-        self.chain = list(
-            itertools.accumulate(segments, lambda link, segment: hash((link, segment)), initial=0)
-        )[1:]
-        self.end = hash((*self.chain[-1:], "end"))
+        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
+        self.first = next(is_turn, len(segments))
+        self.chain = links(segments)
+        self.turns = links(segments[self.first :])
+        self.tokens: int | None = None
+        self.number, self.pace = 0, 0.0
 
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.first < len(self.texts) else ""
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
 
     def tools(self) -> list[str]:
         return [name[5:] for name in self.names if name.startswith("tool ")]
 
-    def at(self, depth: int, where: str) -> str:
-        """The text of a segment, if it is one of that name: a role's marks stand in front of every
-        text."""
-        return self.texts[depth] if self.names[depth : depth + 1] == [where] else ""
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
 
-    def shares(self, other: Prompt, depth: int) -> bool:
-        """Whether the first `depth` segments are those of another prompt."""
-        return not depth or self.chain[depth - 1 : depth] == [other.chain[depth - 1]]
+    def head(self) -> int:
+        """A hash of all before the first turn."""
+        return self.chain[self.first - 1] if self.first else 0
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[Segment]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
+
+
+@dataclasses.dataclass
+class Case:
+    """A prompt under judgement, until the server's numbers are known.
+
+    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
+    was made from, else the closest one of another conversation. `between` are the prompts that the
+    server got since then."""
+
+    verdict: Verdict
+    prompt: Prompt
+    base: Prompt | None = None
+    whole: bool = False
+    between: list[Prompt] = dataclasses.field(default_factory=list)
+    texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    moved: bool = False  # what the client sent goes on from what it sent before
+    away: bool = False  # the server was away since then
+    idle: float = 0.0  # seconds without a request before it
+    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
 
 
 class Ledger:
-    """The last prompts, and what they had in common. Equal beginnings are held once; bounded,
+    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
-    MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
+    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[
-            int, int
-        ] = {}  # chain up to a segment, or end -> the newest entry that has it
-        self.latest: dict[str, int] = {}  # conversation -> its newest entry
+        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
         self.count = 0  # of all prompts judged; the newest entry's number
 
-    def judge(
-        self,
-        segments: list[Segment],
-        conversation: str,
-        side: str = "",
-        now: float = 0.0,
-        lost_at: float = -1.0,
-    ) -> Verdict:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
         later, in settle().
 
-        `lost_at` is when the server was last found away, on the clock of `now`.
-        """
-        prompt = Prompt(segments, conversation, now)
-        with self.lock:
-            verdict = self.compare(prompt, side, lost_at)
+        `lost_at` is when the server was last found away, on the clock of the prompts."""
+        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
+            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
+            longest = self.longest(prompt)
             self.remember(prompt)
-        return verdict
-
-    def compare(self, prompt: Prompt, side: str, lost_at: float) -> Verdict:
-        """Find the stored prompt with the longest common prefix, and say where they part and
-        why."""
-        chain, names, texts = prompt.chain, prompt.names, prompt.texts
-        if not self.entries or not chain:
-            return Verdict(side=side)
-        total = sum(map(len, texts)) or 1
-        depth = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self.index), 0)
-        same = sum(map(len, texts[:depth]))
-        entry = self.counterpart(prompt, depth)
-        newer = itertools.takewhile(
-            lambda other: other is not entry, reversed(self.entries.values())
-        )
-        taken = any(other.conversation != prompt.conversation for other in newer)
-        verdict = Verdict(
-            "extended", same / total, side=side, taken=taken, away=entry.time < lost_at
-        )
-        if depth and (depth == len(chain) or hash((chain[depth - 1], "end")) in self.index):
-            return verdict
-        old, new = entry.at(depth, names[depth]), texts[depth]
-        verdict.share = (same + common_prefix(old, new)) / total
-        if old and new.startswith(old) and names[depth].endswith("(prompt)"):
-            return verdict
-        locate_change(verdict, entry, prompt, depth)
-        goes_on = any("(assistant)" in name for name in names[max(depth, prompt.first) :])
-        if depth < prompt.first:
-            ours = goes_on and entry.opening() == prompt.opening()
-            rewritten = (
-                ours
-                or verdict.kind == "tool order"
-                or (verdict.kind != "tools changed" and alike(old, new))
-            )
-        else:
-            rewritten = goes_on and (
-                depth > prompt.first or entry.conversation == prompt.conversation
-            )
-        if rewritten and not side:  # a side request has a prompt of its own: no fault
-            verdict.name = "rewritten"
+        if not stored or not prompt.chain:
+            return case
+        verdict, case.base = case.verdict, previous(prompt, stored)
+        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        case.whole = case.base is not None and prompt.goes_on(base)
+        common = max(prompt.common(one) for one in (base, longest or base))
+        verdict.share = common / (prompt.length() or 1)
+        newer = list(itertools.takewhile(lambda one: one is not base, stored))
+        case.between = newer[:COMPARED_PROMPTS]
+        case.away = base.time < lost_at
+        if case.whole:
+            verdict.name = "extended"
+            talk, head = base.conversation, base.head()
+            again = [one for one in newer if one.conversation == talk and one.head() == head]
+            if not prompt.side and any(not one.side for one in again):
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+            return case
+        case.texts = locate_change(verdict, base, prompt)
+        if not prompt.side and is_rewritten(verdict, case, base):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
         else:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
-        return verdict
+        return case
 
-    def counterpart(self, prompt: Prompt, depth: int) -> Prompt:
-        """The entry to compare with, of those that have most in common: this conversation's newest,
-        else one with the same tools, that opens with the same words, that agrees to the furthest
-        line. Only the newest are looked at."""
-        own = self.entries.get(self.latest.get(prompt.conversation, 0))
-        if own is not None and own.shares(prompt, depth):
-            return own
-        newest = itertools.islice(reversed(self.entries.values()), 32)
-        fitting = [entry for entry in newest if entry.shares(prompt, depth)]
-        if depth == len(prompt.chain) or not fitting:
-            return self.entries[self.index[prompt.chain[depth - 1]]]
-        head, opening, new = prompt.names[: prompt.first], prompt.opening(), prompt.texts[depth]
-
-        def agreement(entry: Prompt) -> tuple[bool, bool, int]:
-            prefix = common_prefix(entry.at(depth, prompt.names[depth]), new)
-            return (
-                entry.names[: prompt.first] == head,
-                entry.opening() == opening,
-                new.rfind("\n", 0, prefix),
-            )
-
-        return max(fitting, key=agreement)
+    def longest(self, prompt: Prompt) -> Prompt | None:
+        """The newest prompt of those that share most segments with this one."""
+        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
         for place, link in enumerate(prompt.chain):
             if link in self.index:
-                prompt.texts[place] = self.entries[self.index[link]].texts[
-                    place
-                ]  # the string that is held already
+                known = self.entries[self.index[link]]
+                prompt.texts[place] = known.texts[place]  # the string that is held already
             else:
                 self.size += text_size(prompt.texts[place])
             self.index[link] = self.count
-        self.index[prompt.end] = self.latest[prompt.conversation] = self.count
         self.entries[self.count] = prompt
         self.size += 300 * len(prompt.chain)
         while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
@@ -3324,72 +3450,355 @@ class Ledger:
             if self.index[link] == number:
                 del self.index[link]
                 self.size -= text_size(entry.texts[place])
-        if self.index[entry.end] == number:
-            del self.index[entry.end]
-        if self.latest[entry.conversation] == number:
-            del self.latest[entry.conversation]
 
 
-def locate_change(verdict: Verdict, entry: Prompt, prompt: Prompt, depth: int) -> None:
-    """Say where a prompt parts from an earlier one with `depth` segments in common, and what the
-    change looks like."""
-    name, new = prompt.names[depth], prompt.texts[depth]
-    old_name, old = (
-        (entry.names[depth], entry.texts[depth]) if depth < len(entry.names) else ("", "")
+def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
+    """The prompt of the same conversation that this one goes on from, or was made from by a change
+    of its history.
+
+    `stored`: the newest first. What stands before the turns does not count here. One whose last
+    message alone was put in another way (a branch, a question beside the conversation) is passed
+    over."""
+    name, side = prompt.conversation, prompt.side
+    talk = (one for one in stored if one.conversation == name and (side or not one.side))
+    own = list(itertools.islice(talk, COMPARED_PROMPTS))
+    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
+    whole = changed = None
+    deepest, reached = (-1, 0), -1
+    for entry in own + relatives:
+        depth = common_prefix(prompt.turns, entry.turns)
+        may_have_changed = changed is None and entry in (own or relatives)
+        if depth == len(entry.turns) or prompt.goes_on(entry):
+            if (depth, prompt.common(entry)) > deepest:
+                whole, deepest = entry, (depth, prompt.common(entry))
+        elif may_have_changed and depth > deepest[0] and prompt.answered(depth):
+            changed, reached = entry, depth
+    return whole if whole is not None and deepest[0] > reached else changed
+
+
+def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """Prompts that look like this conversation's under another name, the newest first: under a
+    system text much like its own, with a first message much like its own or with the same turns."""
+    found = [one for one in stored if one.conversation != prompt.conversation]
+    if "(prompt)" in prompt.names[-1]:
+        return [one for one in found if prompt.goes_on(one)]
+    if not prompt.answered(0) or prompt.side:
+        return []
+    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
+    opening = prompt.opening()
+
+    def looks_alike(one: Prompt) -> bool:
+        first = one.opening()
+        begins = first in opening or opening in first or alike(first, opening)
+        return begins or not texts.isdisjoint(one.texts[one.first :])
+
+    found = [one for one in found if one.turns and not one.side and looks_alike(one)]
+    return [
+        one for one in found if one.head() == prompt.head() or alike(one.system(), prompt.system())
+    ]
+
+
+def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
+    """The prompt of another conversation that has most in common with this one, rather one with the
+    same tools."""
+    head = prompt.names[: prompt.first]
+    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+
+
+def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
+    """Whether a prompt that does not go on from an earlier one is that one changed, and not
+    another."""
+    prompt = case.prompt
+    if verdict.where.startswith("turn "):
+        return case.base is not None
+    if verdict.where == "system" and not alike(base.system(), prompt.system()):
+        return False
+    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
+
+
+def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
+    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
+    both have there."""
+    was, now = base.tools(), prompt.tools()
+    depth = common_prefix(prompt.chain, base.chain)
+    (old_name, old), (name, new) = (
+        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
+        for one in (base, prompt)
     )
-    was, now = entry.tools(), prompt.tools()
-    turns = name.startswith("turn ") and old
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    verdict.where = name
-    if was != now and "tool " in (name[:5], old_name[:5]):
+    verdict.where = name or old_name
+    if base.system() != prompt.system():
+        verdict.where, old, new = "system", base.system(), prompt.system()
+    elif was != now:
         verdict.where, verdict.kind = "tools", "tools changed"
-        sides = [tool for tool in was if tool not in now], [tool for tool in now if tool not in was]
+        had, has = set(was), set(now)
+        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
             start = len(os.path.commonprefix([was, now]))
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-    elif turns and (answers or new in entry.texts[depth + 1 : depth + 4]):
+        return "", ""
+    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
+        verdict.kind = "order of tool results"
+    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-    elif turns and old in prompt.texts[depth + 1 : depth + 4]:
+        return old, ""
+    elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-    else:
+        return "", new
+    elif old.split() == new.split():
+        moved = "(tool)" in name and "(tool)" not in old_name
+        verdict.kind = "moved into the result" if moved else "the same words in another form"
+    at = common_prefix(old, new)
+    verdict.kind = verdict.kind or kind_of(old, new, at)
+    verdict.before, verdict.after = around(old, at), around(new, at)
+    return old, new
+
+
+def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
+    """Whether the tool results that begin at a place are the same in another order."""
+    lines = []
+    for prompt in (a, b):
+        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
+        results = prompt.texts[depth : depth + len(list(names))]
+        lines.append("\n".join(results).split("\n"))
+    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+
+
+def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
+    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
+    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+
+
+def is_answer(name: str, old_name: str) -> bool:
+    """Whether an answer stands where another turn stood."""
+    return "(assistant)" in name and "(assistant)" not in old_name
+
+
+# --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
+
+
+def cure_of(case: Case, config: Config) -> str:
+    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
+    set already."""
+    where, (old, new) = case.verdict.where, case.texts
+    order = case.verdict.kind in ("tool order", "order of tool results")
+    if where != "system" and "(user)" not in where and not order:
+        return ""
+    for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
+        if not getattr(config, switch):
+            return f"{switch.upper()}=1, which is off"
+    name, pattern = "REPLAY_REGEX", "" if order else block_pattern(old, new)
+    if where == "system":
+        name, pattern = "LIFT_REGEX", line_pattern(old, new)
+    if not pattern or pattern in getattr(config, name.lower()):
+        return ""
+    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
+
+
+def shape(text: str) -> str:
+    """A pattern for a piece of a line: numbers and names of days and months may vary."""
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    return re.sub(r"\d+", r"\\d+", pattern)
+
+
+def line_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
+    there is none."""
+    patterns: list[str] = []
+    while old != new and len(patterns) < CURE_LINES:
         at = common_prefix(old, new)
-        verdict.kind, verdict.before, verdict.after = (
-            kind_of(old, new, at),
-            around(old, at),
-            around(new, at),
-        )
+        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
+        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+        label = label[: label.rfind(" ") + 1] or label
+        named = len(re.findall("[A-Za-z]", label)) > 2
+        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
+        patterns.append(pattern)
+    return "|".join(patterns) if old == new else ""
 
 
-def settle(verdict: Verdict, usage: Usage, idle_seconds: float = 0.0) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes `verdict`."""
+def block_pattern(old: str, new: str) -> str:
+    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    prefix = common_prefix(old, new)
+    suffix = common_suffix(old[prefix:], new[prefix:])
+    for text, other in ((old, new), (new, old)):
+        if text.endswith(other):
+            block = text[: len(text) - len(other)]
+        elif text.startswith(other):
+            block = text[len(other) :]
+        else:  # the paragraphs around the change
+            start = text.rfind("\n\n", 0, prefix) + 1
+            end = text.find("\n\n", len(text) - suffix)
+            block = text[start : end if end >= 0 else len(text)]
+        lines = block.strip().split("\n")
+        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
+        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+            continue
+        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
+        for mark, ending in BLOCK_ENDS:
+            if tag := re.match(mark, lines[0]):
+                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
+        if re.match(r"</|\[/", lines[-1]):
+            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for pattern in patterns:
+            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            if len(left) == 1 and (left != {""} or "" in (old, new)):
+                return pattern
+    return ""
+
+
+BLOCK_ENDS = (  # how a program's block begins -> how it ends
+    (r"<([\w-]+)>?", "</{}>"),
+    (r"\[([\w ]*\w)", "[/{}]"),
+)
+
+
+# --- what the server says -------------------------------------------------------------------------
+
+
+def missing_tokens(case: Case, usage: Usage) -> int:
+    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
+    told. What a prompt that goes on from another begins with is known to six tokens."""
+    verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
-        if verdict.name == "extended":
-            verdict.name = "not reported"
-        return
-    expected = verdict.share * usage.prompt
-    if usage.cached > max(0.9 * usage.prompt, expected + 0.2 * usage.prompt):
-        verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
-    if verdict.side or verdict.name not in ("extended", "new branch") or verdict.share < 0.5:
-        return
-    if usage.cached < 0.75 * expected and expected - usage.cached >= 64:
-        causes = {
-            "away": verdict.away,
-            "taken": verdict.taken,
-            "idle": idle_seconds > 300,
-            "checkpoint": usage.cached < 0.05 * usage.prompt,
-            "partly": True,
-        }
-        verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-        verdict.advice = ADVICE[verdict.kind].format(minutes=round(idle_seconds / 60))
+        return 0
+    exact = base.tokens if base is not None and case.whole else None
+    verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
+    missing = verdict.expected - usage.cached
+    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
+    return missing if due and missing >= little else 0
 
 
-SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
+def settle(case: Case, usage: Usage, config: Config) -> None:
+    """Weigh what the ledger predicted against what the server says it reused. Changes the
+    verdict."""
+    verdict, prompt, base = case.verdict, case.prompt, case.base
+    prompt.tokens = usage.prompt
+    if base is not None:
+        verdict.base, prompt.pace = base.number, base.pace
+    if usage.cached is None or not usage.prompt:
+        verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+    elif missing_tokens(case, usage):
+        explain_loss(case, usage, config)
+    elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
+        # The change did not reach the prompt, or the server had read this one before.
+        verdict.name = "extended"
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.cure = cure_of(case, config)
+
+
+def explain_loss(case: Case, usage: Usage, config: Config) -> None:
+    """Say why a prompt that goes on from another was not reused."""
+    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
+    had = case.base.reasoning if case.base is not None and case.whole else set()
+    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
+    if dropped:
+        verdict.name, verdict.kind = "rewritten", "reasoning"
+        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
+        return
+    causes = {
+        "away": case.away,
+        "taken": bool(case.between),
+        "idle": case.idle > 300,
+        "checkpoint": cached < 0.05 * (usage.prompt or 0),
+        "not all kept": True,
+    }
+    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+    if verdict.kind == "taken":
+        why = taken_advice(case, expected / (usage.prompt or 1))
+    else:
+        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+
+
+# What happened -> why or what helps | a setting that helps | how; what is set is not named.
+ADVICE = {
+    "away": "the server was away in between (restart or crash)|warmup_file|WARMUP_FILE has it"
+    " read the prompts in again after a start",
+    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
+    " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the"
+    " model is a hybrid, recurrent or sliding-window one without a checkpoint there"
+    " (--ctx-checkpoints, --swa-full)",
+    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and"
+    " sliding-window models: --ctx-checkpoints), or the chat template renders old turns in"
+    " another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file)"
+    " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "system": "the client writes this part of its system prompt anew",
+    "tools": "keep the list of tools the same for the length of a conversation",
+    "tool": "keep a tool's description the same for the length of a conversation",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
+    " read all again",
+    "turns": "have the client keep it, where it can",
+    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was"
+    " no checkpoint in front of the change: --ctx-checkpoints, --swa-full",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
+    " larger host cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation"
+    " took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
+    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+}  # fmt: skip
+
+
+def advice(cause: str, config: Config) -> str:
+    """An entry of ADVICE, without a setting that is set."""
+    told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
+    return told if getattr(config, setting, True) else f"{told}; {how}"
+
+
+def taken_advice(case: Case, own: float) -> str:
+    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
+    of this prompt that its slot should have held.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt; what the slot held goes to the host cache only if less than half of it
+    stays (server-context.cpp, get_available_slot)."""
+    base = case.base or case.prompt
+    shared, other = max(
+        ((one.common(base) / (one.length() or 1), one) for one in case.between),
+        key=lambda pair: pair[0],
+    )
+    who = f"a {other.side} request" if other.side else "another conversation"
+    if other.conversation == base.conversation and not other.side:
+        who = "a request of the same chat in another form"
+    more = len(case.between) - 1
+    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    if shared <= 0.1:
+        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
+    size = other.tokens or other.length() // 4
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
+    told += " and so was given this slot"
+    wanted = math.ceil(100 * shared + 1) / 100
+    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    if wanted >= own:
+        apart = "no -sps keeps two apart that have so much in common"
+    one_slot = "-np 2 gives each its own, if memory allows"
+    slots = case.server.get("slots")
+    if slots is None:
+        return f"{told}: with one slot, {one_slot}; with several, {apart}"
+    return f"{told}: {one_slot if slots == 1 else apart}"
+
+
+# In the last turn, or in the system prompt of a request that nobody has answered yet.
+SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
-    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-up)\b)"
+    r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
+    r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"
+    r"|(?P<completion>\bautocompletion (?:system|task)\b)"
+    r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-SIDE_WORDS = ("title", "suggest", "predict", "summar")  # one must be there before the slow search
+# One must be there before the slow search.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
@@ -3400,14 +3809,14 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
-    if "thread_title" in str(body.get("client_metadata") or ""):
+    told = list(members(body.get("client_metadata")).values())[:16]
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
         return "title"
     if body.get("tools"):
         return ""
-    if "'title': {" in str(
-        body.get("output_config") or body.get("text")
-    ):  # a property; every schema may have a title
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    if "title" in members(members(wanted.get("schema")).get("properties")):
+        return "title"  # a property; every schema may have a title
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
@@ -3417,55 +3826,72 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     return ""
 
 
+def step_of(view: View) -> str:
+    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
+    alarm nobody."""
+    turns = [turn.role for turn in view.turns[view.leading() :]]
+    if not view.dialect.edited:
+        return ""
+    if "assistant" not in turns:
+        return "first prompt"
+    return "tool step" if turns[-1] == "tool" else "user turn"
+
+
 # ==================================================================================================
-# Relay: HTTP on both sides. The only section that touches sockets of requests
+# Relay: HTTP on both sides, with http.server and http.client. The only section that touches sockets
+# of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
 HEAD_LIMIT = 65536  # bytes of a request's or response's head
 HEADER_LIMIT = 100  # header lines; llama-server has the same limit
-BODY_IDLE = 60.0  # seconds without a byte of a request body
-SEND_LIMIT = (
-    300.0  # seconds a client may leave one piece of an answer unread: then its slot is freed
-)
-KEEP_IDLE = 120.0  # seconds a client's connection may stay open between requests
+CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
+INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
+BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
+BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
+KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
 REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
-QUIET_SECONDS = (
-    0.02  # the server is silent this long: the model is working, and there is time to explain
-)
-LINGER = 2.0  # seconds a client gets to read an error while it is still sending
-DRAIN_SECONDS = 10.0  # what streams get to end when the proxy stops
-PIECE_SECONDS = 90e-6  # what passing on one piece of a stream may cost: see Relay.pieces()
-PIECE_DELAY = 0.005  # seconds that a piece may wait for more of its stream
-LOOK_SECONDS = 0.2  # a fast stream's client is looked at that often
-TAP_BYTES = (
-    65536  # of the end (and a quarter of the start) of an answer, kept to read the usage from
-)
+QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
+LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
+DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
+TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end and
-# stays.
+# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
 HOP_BY_HOP = frozenset(
-    b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection proxy-authenticate"
-    b" proxy-authorization".split()
+    (
+        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
+    )
 )
-WRITTEN_ANEW = HOP_BY_HOP | {
-    b"host",
-    b"expect",
-    b"content-length",
-    b"x-kvproxy-conversation",
-}  # in requests
-CHUNKED_DROPS = HOP_BY_HOP | {b"content-length"}  # in responses
-TOKEN_BYTES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)" % TOKEN_BYTES.pattern)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?")
-FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % TOKEN_BYTES.pattern)
+WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
+CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+
+TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
+STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
-KEPT_FOR = re.compile(rb"timeout=(\d{1,6})")
-LENGTH = re.compile(rb"[0-9]{1,19}")
+LENGTH = re.compile(r"[0-9]{1,19}")
+KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
+TOKEN_BYTES = re.compile(TOKEN)
+
 Headers = list[tuple[bytes, bytes]]
+Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
 
 
-class BadHead(ValueError):
-    """A head that is not HTTP/1.x as RFC 9112 has it; the message says where."""
+class BadMessage(http.client.HTTPException):
+    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+
+
+class TooLong(BadMessage):
+    """A head or a line that is longer than its limit."""
+
+
+class BodyTooLong(Exception):
+    """A body that is longer than its limit."""
 
 
 class Refused(Exception):
@@ -3484,117 +3910,19 @@ class BrokenOff(Exception):
     """The answer cannot be completed; the client must be able to see that."""
 
 
-class Stale(Exception):
-    """A kept connection was closed by the server before it answered."""
+class Answered(Exception):
+    """The server answers before it has read the whole request."""
 
 
-class Fields(Headers):
-    """Header lines (RFC 9112 section 5) as (name, value) in order, case kept, with a look-up by
-    lower-case name."""
+# --- waiting for sockets --------------------------------------------------------------------------
 
-    def __init__(self, lines: list[bytes]) -> None:
-        """Raises BadHead."""
-        super().__init__()
-        if len(lines) > HEADER_LIMIT:
-            raise BadHead("too many header lines")
-        self.by_name: dict[bytes, list[bytes]] = {}
-        for line in lines:
-            found = FIELD_LINE.fullmatch(line)
-            if not found:
-                raise BadHead(
-                    "bad header line"
-                )  # also a bare CR, a NUL, a folded line, a space before the colon
-            name, value = found[1], found[2].strip(b" \t")
-            self.append((name, value))
-            self.by_name.setdefault(name.lower(), []).append(value)
-
-    def all(self, name: bytes) -> list[bytes]:
-        return self.by_name.get(name, [])
-
-
-def end_to_end(headers: Fields, drop: frozenset[bytes]) -> list[bytes]:
-    """The header lines that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next message.
-    """
-    if listed := headers.all(b"connection"):
-        named = {token.strip().lower() for token in b",".join(listed).split(b",")}
-        drop |= named - {b"content-length"}
-    return [name + b": " + value for name, value in headers if name.lower() not in drop]
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadHead unless all values are equal plain
-    numbers."""
-    values = headers.all(b"content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadHead("bad Content-Length")
-    return int(values[0])
-
-
-class Chunks:
-    """The chunked coding (RFC 9112 section 7.1) as a state machine: bytes may be cut anywhere."""
-
-    __slots__ = ("done", "left", "line", "state", "trailers")
-    SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r")
-    LINE = re.compile(SIZE.pattern + rb"\n")
-
-    def __init__(self) -> None:
-        self.state = "size"  # the line behind `left` bytes of data: size, data (the empty one after a chunk), trailer
-        self.left, self.line = 0, b""
-        self.done, self.trailers = False, 0
-
-    def feed(self, data: bytes, out: list[bytes]) -> int:
-        """Take bytes in; append payload to `out`. Returns how many belong to the message (less than
-        all: it is done). Raises BadHead."""
-        at, size = 0, len(data)
-        while at < size and not self.done:
-            if self.state == "size" and not self.line and (found := self.LINE.match(data, at)):
-                start = found.end()  # the usual case, a whole chunk in one piece, in one step
-                end = start + int(found[1], 16)
-                if end > start and data[end : end + 2] == b"\r\n":
-                    out.append(data[start:end])
-                    at = end + 2
-                    continue
-            if self.left:
-                end = min(size, at + self.left)
-                out.append(data[at:end])
-                self.left -= end - at
-                at = end
-                continue
-            stop = data.find(b"\n", at)
-            if stop < 0:
-                self.line += data[at:]
-                if len(self.line) > 8192:
-                    raise BadHead("endless chunk line")
-                return size
-            line, self.line, at = self.line + data[at:stop], b"", stop + 1
-            if self.state == "size":
-                found = self.SIZE.fullmatch(line)
-                if not found:
-                    raise BadHead("bad chunk size")
-                self.left = int(found[1], 16)
-                self.state = "data" if self.left else "trailer"
-            elif self.state == "data":
-                if line != b"\r":
-                    raise BadHead("chunk longer than its size")
-                self.state = "size"
-            elif line == b"\r":
-                self.done = True
-            elif line[-1:] != b"\r" or not FIELD_LINE.fullmatch(line, 0, len(line) - 1):
-                raise BadHead("bad trailer")
-            else:
-                self.trailers += len(line)
-                if self.trailers > HEAD_LIMIT:
-                    raise BadHead("endless trailers")
-        return at
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
 class SelectPoll:
-    """select.poll for systems without it (Windows). select() does not tell of a hang-up behind
-    unread bytes."""
+    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
+    itself takes no descriptor above 1023 elsewhere."""
 
     def __init__(self) -> None:
         self.wanted: dict[int, int] = {}
@@ -3605,159 +3933,217 @@ class SelectPoll:
     modify = register
 
     def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [fd for fd, events in self.wanted.items() if events & READ]
-        writes = [fd for fd, events in self.wanted.items() if events & WRITE]
-        reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        return [(fd, READ * (fd in reads) | WRITE * (fd in writes)) for fd in {*reads, *writes}]
+        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
+        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
+        if not reads and not writes:  # Windows does not take three empty lists
+            time.sleep(milliseconds / 1000)
+        else:
+            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
+        ready = {*reads, *writes}
+        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
 
 
-READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-Poll: Any = getattr(
-    select, "poll", SelectPoll
-)  # select() itself cannot take descriptors above 1023
+Poll: Any = getattr(select, "poll", SelectPoll)
 
 
-def ready(sock: socket.socket, seconds: float, events: int = READ) -> bool:
-    """Wait until a socket has bytes or has ended; with WRITE, until it takes bytes."""
+def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
+    """Wait for a socket; the events that came, 0 when none did."""
     poller = Poll()
     poller.register(sock, events)
-    return bool(poller.poll(seconds * 1000))
+    found = poller.poll(1000 * max(0.0, seconds))
+    return found[0][1] if found else 0
 
 
-class Wire:
-    """A connected socket and the bytes read ahead from it.
+def never_wait(events: int) -> None:
+    """The `wait` of a stream that nobody reads from."""
+    raise BlockingIOError
 
-    The socket does not block: callers wait with poll(). A time-out on it would cost a second poll
-    in every call, and with many threads each call that lets go of the interpreter's lock may cost a
-    switch. TLS would wait for whole records (its session tickets are no answer), and nobody would
-    watch the client."""
 
-    __slots__ = ("buf", "sock")
+class Stream(io.RawIOBase):
+    """A connected socket as a file that calls `wait(events)` where it would block.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buf = sock, bytearray()
+    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
+    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
+    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
+    that a broken connection raises."""
+
+    def __init__(
+        self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
+    ) -> None:
+        self.sock, self.wait, self.gone = sock, wait, gone
+        self.received = 0  # bytes; whoever cares sets it to 0
+        self.ahead = bytearray()  # bytes read before anyone asked for them
+        self.tls = hasattr(sock, "pending")
+        self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
-    def take(self, size: int | None = None) -> bytes:
-        """Bytes read ahead, at most `size`; b'' when there are none."""
-        data = bytes(self.buf[:size])
-        del self.buf[:size]
-        return data
+    def readable(self) -> bool:
+        return True
 
-    def read(self, seconds: float, size: int = 65536) -> bytes:
-        """What the client sends next; b'' at the end. Raises TimeoutError, ConnectionError."""
-        while seconds >= 0:
-            try:
-                return self.sock.recv(size)  # a busy client's next request is often here already
-            except BlockingIOError:
-                if not ready(self.sock, seconds):
-                    break
-        raise TimeoutError
+    def writable(self) -> bool:
+        return True
 
-    def send(self, data: bytes) -> None:
-        """Send all of `data` to the client. Raises TimeoutError when it takes nothing for
-        SEND_LIMIT seconds."""
-        rest: bytes | memoryview = data
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        if self.ahead:
+            size = min(len(buffer), len(self.ahead))
+            buffer[:size] = self.ahead[:size]
+            del self.ahead[:size]
+            return size
+        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+            self.wait(READ)
         while True:
             try:
-                sent = self.sock.send(rest)
-            except BlockingIOError:
-                if not ready(self.sock, SEND_LIMIT, WRITE):
-                    raise TimeoutError from None
-                continue
-            if sent == len(rest):
-                return
-            rest = memoryview(rest)[sent:]
-
-    def close(self, abort: bool = False) -> None:
-        """Close for good. `abort` sends RST, the only sign of a cut that a client without framing
-        can see."""
-        with contextlib.suppress(OSError):
-            if abort:
-                self.sock.setsockopt(
-                    socket.SOL_SOCKET,
-                    socket.SO_LINGER,
-                    struct.pack("hh" if os.name == "nt" else "ii", 1, 0),
-                )
-            else:
-                self.sock.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes threads that wait on it; close() alone does not
-        with contextlib.suppress(OSError):
-            self.sock.close()
-
-
-class Pair:
-    """Waits for the upstream and watches the client meanwhile, so that a client that hangs up frees
-    the model at once.
-
-    Peeking tells a client's end from pipelined bytes; once such bytes are there, only a hang-up is
-    watched for, where the system can tell (POLLRDHUP: Linux). A half-closed client counts as gone,
-    as it does for llama-server itself."""
-
-    __slots__ = ("answer", "client", "poller", "tls", "upstream")
-    GONE = getattr(select, "POLLRDHUP", 0)
-
-    def __init__(self, client: socket.socket, upstream: socket.socket) -> None:
-        self.client, self.upstream = client, upstream
-        self.tls = hasattr(upstream, "pending")
-        self.answer = [(upstream.fileno(), READ)]  # what poll() says in the usual case
-        self.poller = Poll()
-        self.poller.register(upstream, READ)
-        self.poller.register(client, READ | self.GONE)
-
-    def watch(self) -> None:
-        """Look out for bytes of the client again."""
-        self.poller.modify(self.client, READ | self.GONE)
-
-    def wait(self, seconds: float, body: bool = False) -> str:
-        """'read' or, after wait_to_write(), 'write': the upstream is ready; 'body': the client is,
-        when that is asked for; or 'timeout'. Raises ClientGone."""
-        if self.tls and self.upstream.pending():  # type: ignore[attr-defined]
-            return "read"
-        while found := self.poller.poll(seconds * 1000):
-            if found == self.answer:
-                return "read"
-            events = dict(found)
-            server = events.pop(self.answer[0][0], 0)
-            for client in events.values():
-                if client & ~READ:  # hung up, or broken
-                    raise ClientGone
-                if not body:
-                    self.look()
-            if server:
-                return "write" if server == WRITE else "read"
-            if body:
-                return "body"
-        return "timeout"
-
-    def wait_to_write(self, seconds: float) -> str:
-        self.poller.modify(self.upstream, READ | WRITE)
-        try:
-            return self.wait(seconds)
-        finally:
-            self.poller.modify(self.upstream, READ)
-
-    def look(self) -> None:
-        """Tell pipelined bytes from the client's end."""
-        try:
-            if not self.client.recv(1, socket.MSG_PEEK):
-                raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.poller.modify(self.client, self.GONE)  # a level-triggered poll would spin on them
-
-    def read(self, seconds: float) -> bytes | None:
-        """What the server sends next; b'' at its end, None when nothing comes. Raises ClientGone,
-        OSError."""
-        while self.wait(seconds) == "read":
-            try:
-                return self.upstream.recv(65536)
+                size = self.sock.recv_into(buffer)
             except AGAIN:
-                pass
+                self.wait(READ)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+            else:
+                self.received += size
+                self.drained = size < len(buffer) and not self.tls
+                return size
+
+    def write(self, data: Any) -> int:
+        while True:
+            try:
+                return self.sock.send(data)
+            except AGAIN:
+                self.wait(WRITE)
+            except OSError as error:
+                raise self.gone(str(error)) from None
+
+    def sendall(self, data: Any) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.write(rest) :]
+
+    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+        return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
+
+    def flush(self) -> None:
+        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
+        super().close()
+
+
+# --- reading messages -----------------------------------------------------------------------------
+
+
+def read_line(file: Any, limit: int) -> bytes:
+    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    line: bytes = file.readline(limit + 1)
+    if len(line) > limit:
+        raise TooLong("a line is too long")
+    if line[-1:] != b"\n":
+        raise EOFError("the connection ended in the middle of a line")
+    return line
+
+
+class Fields(http.client.HTTPMessage):
+    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
+    time, and a request needs two dozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: dict[str, list[str]] = {}
+
+    def set_raw(self, name: str, value: str) -> None:
+        super().set_raw(name, value)
+        self.index.setdefault(name.lower(), []).append(value)
+
+    def all(self, name: str) -> list[str]:
+        """The values of all lines with this (lower-case) name."""
+        return self.index.get(name, [])
+
+    def members(self, name: str) -> list[str]:
+        """The members of a header that is a list, over all of its lines, in lower case."""
+        return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+
+def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
+    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
+
+    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
+    line without a colon, keeps folded lines, and takes more than twice as long."""
+    headers, count = Fields(), 0
+    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+        limit -= len(line)
+        found = FIELD_LINE.fullmatch(line)
+        if not found:  # also a NUL, a space before the colon
+            raise BadMessage("bad header line")
+        headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
+        count += 1
+        if count > HEADER_LIMIT:
+            raise TooLong("too many header lines")
+    return headers
+
+
+def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """The headers that a proxy passes on: without `drop` and what Connection names.
+
+    Connection cannot name Content-Length: without it the body would be taken for the next
+    message."""
+    drop |= set(headers.members("connection")) - {"content-length"}
+    return (item for item in headers.raw_items() if item[0].lower() not in drop)
+
+
+def body_length(headers: Fields) -> int | None:
+    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
+    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
+    values = headers.all("content-length")
+    if not values:
         return None
+    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
+        raise BadMessage("bad Content-Length")
+    return int(values[0])
+
+
+def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
+    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
+
+    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
+    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    while True:
+        line = file.readline(CHUNK_LINE_LIMIT)
+        found = CHUNK_LINE.fullmatch(line)
+        if not found:
+            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
+                raise EOFError("the connection ended before a chunk")
+            raise BadMessage("bad chunk size")
+        size = int(found[1], 16)
+        if not size:
+            break
+        limit -= size
+        if limit < 0:
+            raise BodyTooLong
+        left, end = size + 2, b""  # a line end follows the payload
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            if not data:
+                raise EOFError("the connection ended in the middle of a chunk")
+            payload = data[: max(0, left - 2)]
+            left -= len(data)
+            end = (end + data[-2:])[-2:]
+            if not left and end != b"\r\n":
+                raise BadMessage("a chunk is longer than its size")
+            yield line + data, payload, False
+            line = b""
+    trailer, room = b"", HEAD_LIMIT
+    while trailer != b"\r\n":
+        trailer = read_line(file, room)
+        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+            raise BadMessage("bad trailer")
+        line += trailer
+        room -= len(trailer)
+    yield line, b"", True
 
 
 @dataclasses.dataclass
@@ -3765,175 +4151,164 @@ class Request:
     """A request's head, as received, but for an absolute target: that has become a path."""
 
     method: str
-    target: bytes
+    path: str  # with the query; a character for each byte
     headers: Fields
-    old: bool  # HTTP/1.0
-    length: int | None  # Content-Length
-    chunked: bool
+    old: bool = False  # HTTP/1.0
+    length: int | None = None  # Content-Length
+    chunked: bool = False
 
     @property
-    def path(self) -> str:
-        return self.target.decode("latin-1")
+    def target(self) -> bytes:
+        return self.path.encode("latin-1")
 
     def get(self, name: str) -> str:
-        found = self.headers.all(name.encode())
-        return found[0].decode("latin-1") if found else ""
-
-    def keep_alive(self) -> bool:
-        tokens = b",".join(self.headers.all(b"connection")).lower().split(b",")
-        return not self.old and b"close" not in [token.strip() for token in tokens]
+        """A header's value, the first one if there are several, or ''."""
+        return next(iter(self.headers.all(name.lower())), "")
 
 
-@dataclasses.dataclass
-class Response:
-    """A response's head; `framing` tells how its body ends: none, length, chunked or close (RFC
-    9112 section 6.3)."""
+def from_other_site(request: Request) -> bool:
+    """Whether a browser says that a page of another site sends this."""
+    scheme, _, place = request.get("origin").lower().partition("://")
+    foreign = scheme in ("http", "https") and place != request.get("host").lower()
+    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
 
-    status: int
-    reason: bytes
+
+class Response(http.client.HTTPResponse):
+    """An answer of the model server."""
+
+    _method: str  # of the request
+    fp: Any  # a BufferedReader on the connection's Stream, until release()
     headers: Fields
-    framing: str
-    length: int
-    last: bool  # the server closes the connection after it
+    length: int | None
+
+    def begin(self) -> None:
+        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+
+        The library takes 103 for the answer, and has no strict parser."""
+        for _ in range(INTERIM_LIMIT):
+            line = read_line(self.fp, HEAD_LIMIT)
+            match = STATUS_LINE.fullmatch(line)
+            if not match:
+                raise BadMessage("bad status line")
+            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
+            self.status = self.code = int(match[2])
+            if self.status == 101:
+                raise BadMessage("it switches to another protocol unasked")
+            if self.status >= 200:
+                break
+        else:
+            raise BadMessage("interim answers without end")
+        self.version = 10 + int(match[1])
+        self.reason = (match[3] or b"").decode("latin-1")
+        self.set_framing()
+
+    def set_framing(self) -> None:
+        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
+        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        self.chunked = False
+        self.length = None if coding else body_length(self.headers)
+        if self._method == "HEAD" or self.status in (204, 304):
+            self.length = 0
+        elif coding:
+            if coding != "chunked":
+                raise BadMessage("unknown Transfer-Encoding")
+            self.chunked = True
+        ended_by_close = not self.chunked and self.length is None
+        closes = "close" in self.headers.members("connection")
+        self.closing = self.version == 10 or closes or ended_by_close
+        # llama-server says keep-alive and closes the connection after a streamed answer.
+        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
+        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        self.will_close = False  # else getresponse() would close the socket
+
+    def pieces(self) -> Iterator[Part]:
+        """The body as it comes; where only closing tells its end, coded in chunks."""
+        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
+
+    def plain_pieces(self) -> Iterator[Part]:
+        """Raises EOFError when the body is cut: the library's read1() hides that."""
+        if self.length is None:
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
+            yield b"0\r\n\r\n", b"", True
+        elif not self.length:
+            yield b"", b"", True
+        else:
+            while self.length:
+                data = self.fp.read1(min(self.length, PIECE_BYTES))
+                if not data:
+                    raise EOFError("the connection ended before the body did")
+                self.length -= len(data)
+                yield data, data, not self.length
+
+    def release(self) -> bool:
+        """Let go of the connection, at the end of the body; False if it cannot be used again: there
+        are bytes that nobody asked for, or its end."""
+        reader, self.fp = self.fp, None
+        try:
+            reader.peek(1)
+        except BlockingIOError:
+            reader.detach()  # else it would close the connection
+            return True
+        except ConnectionError:
+            pass
+        return False
 
 
-def split_head(raw: bytes | bytearray) -> tuple[bytes, list[bytes], int] | None:
-    """(first line, header lines, bytes used), or None while the head is not complete."""
-    end = HEAD_END.search(raw)
-    if end is None:
-        return None
-    first, *lines = (
-        bytes(raw[: end.start()]).removesuffix(b"\r").replace(b"\r\n", b"\n").split(b"\n")
-    )
-    return first, lines, end.end()
+class Upstream(http.client.HTTPConnection):
+    """A connection to the model server."""
 
-
-def parse_request(line: bytes, lines: list[bytes]) -> Request:
-    """Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3: smuggling shapes
-    among it)."""
-    match = REQUEST_LINE.fullmatch(line)
-    if not match:
-        raise Refused(400, "This is not an HTTP request line.")
-    method, target, old = match[1].decode(), match[2], match[4] == b"0"
-    if match[3] != b"1":
-        raise Refused(
-            505,
-            "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead of https://.",
-        )
-    try:
-        headers = Fields(lines)
-        length = body_length(headers)
-    except BadHead as error:
-        status = 431 if "too many" in str(error) else 400
-        raise Refused(status, f"The request's head cannot be read: {error}.") from None
-    coding = headers.all(b"transfer-encoding")
-    if coding and (length is not None or old):
-        raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-    if coding and [value.lower() for value in coding] != [b"chunked"]:
-        raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-    hosts = len(headers.all(b"host"))
-    if hosts > 1 or (not hosts and not old):
-        raise Refused(400, "A request needs one Host header.")
-    if method == "CONNECT":
-        raise Refused(
-            405, "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY."
-        )
-    if target[:1] != b"/" and (absolute := re.match(rb"(?i)https?://[^/?#]*", target)):
-        target = target[absolute.end() :]
-        target = target if target[:1] == b"/" else b"/" + target
-    if target[:1] != b"/" and not (target == b"*" and method == "OPTIONS"):
-        raise Refused(400, "The request's target must be a path.")
-    return Request(method, target, headers, old, length, bool(coding))
-
-
-def parse_response(line: bytes, lines: list[bytes], method: str) -> Response:
-    """Raises BadHead when a client could be misled about where the body ends."""
-    match = STATUS_LINE.fullmatch(line)
-    if not match:
-        raise BadHead("bad status line")
-    status, headers = int(match[2]), Fields(lines)
-    if status == 101:
-        raise BadHead("it switches to another protocol unasked")
-    coding = b",".join(headers.all(b"transfer-encoding")).strip().lower()
-    length = None if coding else body_length(headers)
-    if method == "HEAD" or status in (204, 304) or status < 200:
-        framing = "none"
-    elif coding and coding != b"chunked":
-        raise BadHead("unknown Transfer-Encoding")
-    else:
-        framing = "chunked" if coding else "close" if length is None else "length"
-    last = (
-        match[1] == b"0"
-        or framing == "close"
-        or b"close" in b",".join(headers.all(b"connection")).lower()
-    )
-    return Response(status, match[3] or b"", headers, framing, length or 0, last)
-
-
-class Upstream:
-    """A connection to the backend. http.client connects (and does TLS); heads and bodies are read
-    here, because http.client takes 103 for the answer, splits headers at a bare CR and hides a body
-    that was cut short."""
-
-    __slots__ = ("dirty", "expires", "interim", "method", "response", "url", "wire")
+    response_class = Response
+    auto_open = 0  # a connection that was closed is not opened again unasked
+    sock: Any  # a Stream, once it is connected
 
     def __init__(
-        self, url: urllib.parse.SplitResult, timeout: float, last_good: dict[str, str], tls: Any
+        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
     ) -> None:
-        self.url, host = url, url.hostname or ""
-        # Windows resolves localhost to ::1 first and waits 2 s for a server that listens on
-        # 127.0.0.1 only. With TLS the name stays: the certificate has it.
-        several = host == "localhost" and url.scheme == "http"
-        hosts = [last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        faults = []
-        for name in dict.fromkeys(hosts):
-            connection = http_connection(url, timeout, name, tls)
-            try:
-                connection.connect()
-            except OSError as error:
-                faults.append(error)
-                connection.close()
-                continue
-            last_good[host] = name
-            self.wire = Wire(connection.sock)
-            self.expires = 0.0  # on the monotonic clock; 0: not used yet
-            self.begin("")
-            return
-        raise faults[0]
+        super().__init__(host, url.port or (443 if tls else 80), timeout)
+        self.url, self.tls = url, tls
+        self.expires = 0.0  # on the monotonic clock; 0: not used yet
+        self.unfinished = False  # a request was not sent whole
+        self.small_body: bytes | bytearray = b""  # goes with its head
 
-    def begin(self, method: str) -> None:
-        """A new request. It is `dirty` until it was sent whole."""
-        self.method, self.dirty, self.interim = method, True, 0
-        self.response: Response | None = None
+    def connect(self) -> None:
+        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        super().connect()
+        if self.tls is not None:
+            self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
+        self.sock = Stream(self.sock, never_wait, ConnectionError)
 
-    def head(self) -> Response | None:
-        """The final answer's head once it is complete; interim ones (100, 103: RFC 9110 section
-        15.2) are dropped."""
-        while self.response is None and (head := split_head(self.wire.buf)):
-            try:
-                response = parse_response(head[0], head[1], self.method)
-            except BadHead as error:
-                raise Refused(502, f"The model server's answer is not HTTP: {error}.") from None
-            del self.wire.buf[: head[2]]
-            if response.status >= 200:
-                self.response = response
-            else:
-                self.interim += 1
-            if self.interim > 64:
-                raise Refused(502, "The model server sent interim answers without end.")
-        return self.response
+    def _encode_request(self, request: str) -> bytes:
+        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        return request.encode("latin-1")
+
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
+        with it, in one packet."""
+        if message_body and len(message_body) <= PIECE_BYTES:
+            self.small_body, message_body = message_body, None
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+
+    def send(self, data: Any) -> None:
+        if self.small_body:
+            data, self.small_body = data + self.small_body, b""
+        super().send(data)
 
     def answered(self) -> bool:
-        """Read what is there: whether the final answer's head has come, or the connection has
-        ended."""
+        """Read ahead while the request is still being sent: whether the final answer has begun, or
+        the connection has ended."""
+        stream = self.sock
         try:
-            data = self.wire.sock.recv(65536)
+            data = stream.sock.recv(PIECE_BYTES)
         except AGAIN:
             return False
         except OSError:
             return True
-        self.wire.buf += data
-        return self.head() is not None or not data or len(self.wire.buf) > HEAD_LIMIT
+        stream.ahead += data
+        stream.received += len(data)
+        heads = HEAD_END.split(stream.ahead)
+        final = any(len(head) > 9 and head[9:10] != b"1" for head in heads)  # "HTTP/1.1 1.."
+        return final or not data or len(stream.ahead) > HEAD_LIMIT
 
 
 class Pool:
@@ -3949,23 +4324,25 @@ class Pool:
             upstream = self.idle.pop() if self.idle else None
         if upstream is None or time.monotonic() < upstream.expires:
             return upstream
-        upstream.wire.close()
+        upstream.close()
         return None
 
     def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says
         (Keep-Alive: timeout)."""
         seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(b",".join(response.headers.all(b"keep-alive"))):
+        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
-        if response.last or seconds <= 0 or upstream.dirty or upstream.wire.buf:
-            upstream.wire.close()
+        upstream.sock.wait = never_wait
+        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
+            upstream.close()
             return
         upstream.expires = time.monotonic() + seconds
         with self.lock:
             self.idle.append(upstream)
-            if len(self.idle) > 256:
-                self.idle.pop(0).wire.close()
+            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
+        if oldest is not None:
+            oldest.close()
 
     def close(self, until: float = float("inf")) -> None:
         """Close the connections that may not be used after that time; without one, all."""
@@ -3973,7 +4350,7 @@ class Pool:
             old = [upstream for upstream in self.idle if upstream.expires <= until]
             self.idle = [upstream for upstream in self.idle if upstream.expires > until]
         for upstream in old:
-            upstream.wire.close()
+            upstream.close()
 
 
 class Tap:
@@ -4001,142 +4378,350 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object in the style of the dialect's API, so that SDKs raise what their users
     know."""
-    dialect, _ = dialect_of(path)
+    dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
-class Relay(socketserver.BaseRequestHandler):
+class Relay(BaseHTTPRequestHandler):
     """One client connection: reads requests, forwards them, relays the answers."""
 
     server: Server
+    protocol_version = default_request_version = "HTTP/1.1"
+    rbufsize = wbufsize = BUFFER // 2
+    rfile: Any
+    _headers_buffer: list[bytes]
 
     # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
-        self.proxy = self.server.proxy
-        self.wire = Wire(self.request)
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.close_connection = False
+        self.proxy, self.socket = self.server.proxy, self.request
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request = Stream(self.socket, self.wait_for_client, ClientGone)
+        super().setup()  # makes rfile and wfile of it
+        self.upstream: Any = None  # an Upstream, while a request is served
+        self.exchange: Any = None  # an Exchange, likewise
+        self.poller = Poll()  # of both sockets
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
+        self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.until = 0.0  # on the monotonic clock: the client has to send by then
+        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
+        self.explained = False  # this request, while the model works
+        self.held = 0  # bytes of its body
+        self._headers_buffer = []
 
-    def handle(self) -> None:
-        seconds = self.proxy.config.header_timeout
-        while not self.close_connection and not self.proxy.stopping:
-            self.handle_request(seconds)
-            seconds = KEEP_IDLE
+    def handle_one_request(self) -> None:
+        """Serve the next request, if one comes in time.
+
+        In the library each read has a time-out of its own, so that a head may take for ever; only
+        methods with a do_ function exist, and errors are HTML pages."""
+        self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.server.waiting[self.socket] = None
+        try:
+            if self.proxy.stopping or not self.read_head():
+                self.close_connection = True
+                return
+            self.server.busy.add(self.socket)
+            self.serve(self.head)
+        except Refused as refused:
+            self.close_connection = self.linger = True
+            with contextlib.suppress(ClientGone):
+                self.send_error(refused.status, str(refused))
+            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+        except BrokenOff as cut:
+            self.close_connection = True
+            self.proxy.log.warning(
+                "%s %s | answer cut: %s", self.command, printable(self.path), cut
+            )
+        except (ClientGone, OSError, EOFError):
+            self.close_connection = True
+        finally:
+            self.server.waiting.pop(self.socket, None)
+            self.server.busy.discard(self.socket)
+            self.server.hold(-self.held)
+            self.held = 0
 
     def finish(self) -> None:
         """Close. Unread bytes of the client would turn that into a reset, and its answer would be
         lost (RFC 9112 9.6)."""
-        if not self.abort:
-            with contextlib.suppress(OSError):
-                self.request.shutdown(socket.SHUT_WR)
-                until = time.monotonic() + 2 * LINGER
-                while self.wire.read(LINGER if self.linger else 0.0) and time.monotonic() < until:
-                    pass
-        self.wire.close(self.abort)
+        with contextlib.suppress(ClientGone, OSError):
+            if self.abort:  # RST is the only sign of a cut that a client without framing can see
+                option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+                self.socket.close()
+            self.flush()
+            self.socket.shutdown(socket.SHUT_WR)
+            end = time.monotonic() + LINGER_SECONDS
+            self.until, self.in_body = end if self.linger else 0.0, False
+            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
+                pass
+        self.request.wait = never_wait  # it refers to this handler, which refers to it
+        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
+            with contextlib.suppress(ClientGone, OSError):
+                file.close()
 
-    def handle_request(self, seconds: float) -> None:
-        """Serve the next request, if one begins within `seconds`."""
-        self.method, self.path = "", "/"
-        try:
-            request = self.read_head(seconds)
-            if request is None:
-                self.close_connection = True
-                return
-            self.path = request.path
-            self.close_connection = not request.keep_alive()
-            self.server.busy.add(self.request)
-            self.serve(request)
-        except Refused as refused:
-            self.close_connection = self.linger = True
-            with contextlib.suppress(OSError):
-                self.respond(refused.status, error_body(self.path, refused.status, str(refused)))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
-        except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning("%s %s | answer cut: %s", self.method, printable(self.path), cut)
-        except (ClientGone, OSError):
-            self.close_connection = True
-        finally:
-            self.server.busy.discard(self.request)
+    # --- waiting ----------------------------------------------------------------------------------
 
-    def read_head(self, seconds: float) -> Request | None:
-        """The next request's head; None when the client has no more."""
-        wire, begun = self.wire, False
+    def flush(self) -> None:
+        """Send what is ready for the client."""
+        self.flush_headers()
+        self.wfile.flush()
+
+    def wait_for_client(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
+        when it does not read, Answered when the server's answer comes before the whole request."""
+        if events == WRITE:
+            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+                raise ClientGone("it does not read its answer")
+            return
+        self.flush()
+        left = self.until - time.monotonic()
+        if self.in_body:
+            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
+            left = min(BODY_SECONDS, left + more)
+        if self.upstream is None:
+            if not poll_one(self.socket, READ, left):
+                raise TimeoutError
+            return
+        self.watch(READ | HUNG_UP)
+        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        if not found:
+            raise TimeoutError
+        if self.socket.fileno() not in found and self.upstream.answered():
+            raise Answered
+
+    def wait_for_server(self, events: int) -> None:
+        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
+        Answered when the server answers what it has not read yet."""
+        if self._headers_buffer:
+            self.flush_headers()
+        self.wfile.flush()
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ | WRITE)
+        happened, seconds = 0, self.proxy.config.read_timeout
+        if not self.explained:
+            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            if not happened:
+                self.explained = True
+                self.proxy.explain(self.exchange)
+        happened = happened or self.server_events(seconds)
+        if not happened:
+            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if events == WRITE:
+            self.poller.modify(self.upstream.sock, READ)
+            if happened & ~WRITE and self.upstream.answered():
+                raise Answered
+
+    def server_events(self, seconds: float) -> int:
+        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
+        while found := self.poller.poll(1000 * seconds):
+            if found == self.readable:  # as a rule
+                return READ
+            events = dict(found)
+            happened: int = events.pop(self.readable[0][0], 0)
+            for hint in events.values():
+                self.check_client(hint)
+            if happened:
+                return happened
+        return 0
+
+    def watch_client(self, seconds: float = 0.0) -> None:
+        """Wait so long; raises ClientGone as soon as the client hangs up."""
         until = time.monotonic() + seconds
-        while True:
-            while wire.buf[:2] == b"\r\n" or wire.buf[:1] == b"\n":  # RFC 9112 section 2.2
-                del wire.buf[: wire.buf.index(b"\n") + 1]
-            if wire.buf and wire.buf != b"\r":
-                if not begun:
-                    begun, until = True, time.monotonic() + self.proxy.config.header_timeout
-                head = split_head(wire.buf)
-                if head is not None and head[2] <= HEAD_LIMIT:
-                    del wire.buf[: head[2]]
-                    words = head[0].decode("latin-1").split(" ")
-                    self.method, self.path = (
-                        words[0],
-                        words[1] if words[1:] else "/",
-                    )  # how to word an error
-                    return parse_request(head[0], head[1])
-                if len(wire.buf) > HEAD_LIMIT:
-                    raise Refused(
-                        431 if b"\n" in wire.buf[:HEAD_LIMIT] else 414,
-                        "The request's head is too long.",
-                    )
-                if not TOKEN_BYTES.match(wire.buf):
-                    raise Refused(
-                        400, "This is not HTTP; the address may need http:// instead of https://."
-                    )
-            try:
-                data = wire.read(until - time.monotonic())
-            except TimeoutError:
-                if begun:
-                    raise Refused(408, "The request's head took too long.") from None
-                return None
-            if not data:
-                return None
-            wire.buf += data
+        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
+            self.check_client(events)
 
-    def respond(
-        self,
-        status: int,
-        body: bytes,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        kind: str = "application/json",
-    ) -> None:
-        """An answer of the proxy's own, in one write."""
-        lines = [b"HTTP/1.1 %d %s" % (status, http.HTTPStatus(status).phrase.encode())]
-        lines += [
-            b"Content-Type: " + kind.encode(),
-            b"Content-Length: %d" % len(body),
-            b"Cache-Control: no-store",
-        ]
-        lines += [name + b": " + value for name, value in headers]
-        if self.close_connection:
-            lines.append(b"Connection: close")
-        head = b"\r\n".join(lines) + b"\r\n\r\n"
-        self.wire.send(head if self.method == "HEAD" else head + body)
+    def watch(self, events: int) -> None:
+        """Which events of the client are looked for while the server is waited for."""
+        self.watched = events
+        self.poller.modify(self.socket, events)
+
+    def check_client(self, events: int) -> None:
+        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
+        as it does for llama-server itself."""
+        if events & ~READ:
+            raise ClientGone
+        if not events:
+            return
+        try:
+            if not self.socket.recv(1, socket.MSG_PEEK):
+                raise ClientGone
+        except BlockingIOError:
+            return
+        except OSError:
+            raise ClientGone from None
+        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+
+    # --- reading a request ------------------------------------------------------------------------
+
+    def read_head(self) -> bool:
+        """Wait for a request and read its head; False when no more come."""
+        self.until, self.in_body = time.monotonic() + self.patience, False
+        try:
+            start = self.rfile.peek(1)[:1]
+            blank = 0
+            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
+                blank += len(self.rfile.read(1))
+                start = self.rfile.peek(1)[:1]
+        except TimeoutError:
+            return False
+        if not start:
+            return False
+        if not TOKEN_BYTES.match(start):
+            raise Refused(
+                400, "This is not HTTP; the address may need http:// instead of https://."
+            )
+        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.patience = KEEP_SECONDS
+        try:
+            self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
+            return self.parse_request()
+        except TimeoutError:
+            raise Refused(408, "The request's head took too long.") from None
+        except TooLong:
+            raise Refused(414, "The request's first line is too long.") from None
+
+    def parse_request(self) -> bool:
+        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
+        and 6.3: smuggling shapes among it).
+
+        The library splits the first line at any white space, makes /x of //x, reads the headers
+        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        line = self.raw_requestline
+        words = line.decode("latin-1").split(" ")
+        self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
+        match = REQUEST_LINE.fullmatch(line)
+        if not match:
+            raise Refused(400, "This is not an HTTP request line.")
+        if match[3] != b"1":
+            raise Refused(
+                505,
+                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
+                " of https://.",
+            )
+        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+        old = match[4] == b"0"
+        try:
+            headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
+            length = body_length(headers)
+        except BadMessage as error:
+            status = 431 if isinstance(error, TooLong) else 400
+            raise Refused(status, f"The request's head cannot be read: {error}.") from None
+        coding = headers.all("transfer-encoding")
+        if coding and (length is not None or old):
+            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
+        if coding and [value.lower() for value in coding] != ["chunked"]:
+            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
+        hosts = len(headers.all("host"))
+        if hosts > 1 or (not hosts and not old):
+            raise Refused(400, "A request needs one Host header.")
+        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
+            if len(headers.all(name.lower())) > 1:
+                raise Refused(400, f"A request can have one {name} header only.")
+        self.path = self.origin_form(self.path)
+        self.close_connection = old or "close" in headers.members("connection")
+        self.head = Request(self.command, self.path, headers, old, length, bool(coding))
+        return True
+
+    def origin_form(self, target: str) -> str:
+        """The path of a request's target. Raises Refused for one that a server has no answer to."""
+        if self.command == "CONNECT":
+            raise Refused(
+                405,
+                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
+            )
+        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
+            target = target[absolute.end() :]
+            target = target if target[:1] == "/" else "/" + target
+        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
+            raise Refused(400, "The request's target must be a path.")
+        return target
+
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def begin_body(self, request: Request) -> None:
+        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
+        10.1.1), that is done only now, when nothing speaks against it."""
+        self.request.received, self.in_body = 0, True
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # it may be here already
+            except TimeoutError:
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.until = time.monotonic() + BODY_SECONDS
+
+    def receive(self, size: int) -> bytes:
+        """Some bytes of a request's body. Raises ClientGone at an early end."""
+        data: bytes = self.rfile.read1(size)
+        if not data:
+            raise ClientGone
+        return data
+
+    def read_body(self, request: Request) -> bytes | bytearray:
+        """The whole body, within MAX_BODY_MB."""
+        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise self.too_long()
+        body = bytearray()
+        if not length and not request.chunked:
+            return body
+        self.begin_body(request)
+        try:
+            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
+                body += payload
+                self.hold(len(payload))
+            while len(body) < length:
+                data = self.receive(min(1 << 20, length - len(body)))
+                body += data
+                self.hold(len(data))
+        except BodyTooLong:
+            raise self.too_long() from None
+        except BadMessage as error:
+            raise Refused(400, f"The chunked body cannot be read: {error}.") from None
+        except TimeoutError:
+            raise self.too_slow() from None
+        except EOFError:
+            raise ClientGone from None
+        self.server.waiting.pop(self.socket, None)
+        return body
+
+    def hold(self, size: int) -> None:
+        """Count bytes of a body that stay in memory until the request has ended."""
+        self.held += size
+        if not self.server.hold(size):
+            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
+
+    def too_long(self) -> Refused:
+        limit = self.proxy.config.max_body_mb << 20
+        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+
+    def too_slow(self) -> Refused:
+        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_host(request)
-        path = request.path.split("?", 1)[0]
+        self.check_origin(request)
+        path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
-        dialect, counting = dialect_of(path)
-        exchange = Exchange(request, dialect, counting, self.client_address[0])
+        exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
+        self.explained = False
+        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
-            if dialect is not None and request.method == "POST":
+            if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
                     self.proxy.prepare(exchange)
@@ -4145,83 +4730,79 @@ class Relay(socketserver.BaseRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            else:
-                self.check_length(request.length or 0)
+            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
+                raise self.too_long()
+            self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
-        except (ClientGone, OSError) as error:
-            exchange.fault = "client left"
-            raise ClientGone from error
         except Refused as refused:
             exchange.status, exchange.fault = refused.status, str(refused)
             raise
         except BrokenOff as cut:
             exchange.fault = f"cut: {cut}"
             raise
+        except (ClientGone, OSError):
+            exchange.fault = "client left"
+            raise
         finally:
+            self.upstream = self.exchange = None
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
-    def check_host(self, request: Request) -> None:
-        """A web page that had its name resolve to this machine (DNS rebinding) sends its own name
-        as Host."""
+    def check_origin(self, request: Request) -> None:
+        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
             raise Refused(
                 403,
                 f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
             )
+        if request.method != "POST" or not from_other_site(request):
+            return
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(
+                403, "A web page of another site may only send application/json to this server."
+            )
 
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The library's errors are HTML pages; these are what clients of the API understand."""
+        self.respond(code, error_body(self.path, code, message or ""))
 
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length = request.length or 0
-        self.check_length(length)
-        if not length and not request.chunked:
-            return b""
-        self.expect(request)
-        if not request.chunked:
-            body = bytearray(self.wire.take(length))
-            while (missing := length - len(body)) > 0:
-                body += self.receive(min(1 << 20, missing))
-            return body
-        body, chunks = bytearray(), Chunks()
-        while not chunks.done:
-            data, out = self.wire.take() or self.receive(65536), list[bytes]()
-            try:
-                used = chunks.feed(data, out)
-            except BadHead as error:
-                raise Refused(400, f"The chunked body cannot be read: {error}.") from None
-            self.wire.buf += data[used:]
-            body += b"".join(out)
-            self.check_length(len(body) + chunks.left)
-        return body
+    def respond(
+        self,
+        status: int,
+        body: bytes | bytearray,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        kind: str = "application/json",
+    ) -> None:
+        """An answer of the proxy's own. send_response() would add Server and Date."""
+        self._headers_buffer = []  # of an answer that was begun, and gives way to this one
+        self.send_response_only(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode("latin-1"))
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.flush_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.flush()
 
-    def expect(self, request: Request) -> None:
-        """RFC 9110 section 10.1.1: ask for the body only now, when nothing speaks against it."""
-        if (
-            request.get("expect").lower() == "100-continue"
-            and not request.old
-            and not self.wire.buf
-        ):
-            with contextlib.suppress(OSError):  # it has left: receive() will see that
-                self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+    def end_headers(self) -> None:
+        """The library sends a head at once. Here it waits for the first bytes of the body, which
+        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        self._headers_buffer.append(b"\r\n")
 
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end, Refused when none come
-        for a minute."""
-        try:
-            data = self.wire.read(BODY_IDLE, size)
-        except TimeoutError:
-            raise Refused(408, "No byte of the request's body came for a minute.") from None
-        except OSError:
-            data = b""
-        if not data:
-            raise ClientGone
-        return data
+    def flush_headers(self) -> None:
+        if self._headers_buffer:
+            super().flush_headers()
 
     # --- forwarding -------------------------------------------------------------------------------
 
@@ -4231,249 +4812,152 @@ class Relay(socketserver.BaseRequestHandler):
         9.3.1)."""
         backend = self.proxy.backend
         streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
+        response = None
         upstream = None if streamed else backend.pool.take()
         if upstream is not None:
-            with contextlib.suppress(Stale):
-                self.relay(exchange, upstream, self.exchange_heads(exchange, upstream, 0))
-                return
+            with contextlib.suppress(http.client.RemoteDisconnected):
+                response = self.ask(exchange, upstream, 0)
+        if upstream is None or response is None:
+            upstream = self.connect()
+            try:
+                response = self.ask(exchange, upstream, streamed)
+            except http.client.RemoteDisconnected:
+                backend.lost()
+                message = "closed the connection without an answer; its log may say why."
+                raise Refused(502, f"The model server at {backend.name()} {message}") from None
+        self.relay(exchange, upstream, response)
+
+    def connect(self) -> Upstream:
+        """A new connection to the server. Raises Refused."""
+        backend = self.proxy.backend
         try:
-            upstream = backend.connect()
+            return backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            message = f"cannot be reached ({error}). Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
-            raise Refused(status, f"The model server at {backend.name()} {message}") from None
-        try:
-            response = self.exchange_heads(exchange, upstream, streamed)
-        except Stale:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+            raise Refused(
+                status,
+                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
+                f" and is BACKEND_URL right? {USUAL_PORTS}",
+            ) from None
 
-    def request_head(self, exchange: Exchange, url: urllib.parse.SplitResult) -> bytes:
-        """The head as it goes upstream: line, Host, the client's own headers in order, and the
-        body's length."""
-        request = exchange.request
-        lines = [b"%s %s HTTP/1.1" % (request.method.encode(), under(url, request.target))]
-        lines.append(b"Host: " + url.netloc.encode())
-        lines += end_to_end(request.headers, WRITTEN_ANEW)
-        if exchange.trace.conversation:
-            lines.append(b"X-KVProxy-Conversation: " + exchange.trace.conversation.encode())
-        if request.chunked or request.length is not None:
-            length = request.length if exchange.forwarded is None else len(exchange.forwarded)
-            lines.append(b"Content-Length: %d" % (length or 0))
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def exchange_heads(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that come from
-        the client as they are sent. Raises Stale when the connection turns out to be closed."""
+    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
+        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
+        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+        stream = upstream.sock
+        stream.wait, stream.received = self.wait_for_server, 0
+        self.upstream, self.poller = upstream, Poll()
+        self.poller.register(stream, READ)
+        self.readable = [(stream.fileno(), READ)]
+        self.poller.register(self.socket, READ | HUNG_UP)
+        self.watched = READ | HUNG_UP
         try:
-            pair = self.pair = Pair(self.request, upstream.wire.sock)
-            if (
-                pair.wait(0, body=streamed > 0) == "read" and upstream.expires
-            ):  # what an idle connection has is its end
-                raise Stale
-            upstream.begin(exchange.request.method)
-            head, body = self.request_head(exchange, upstream.url), exchange.forwarded or b""
-            try:
-                if len(body) < 65536:
-                    whole = self.send(upstream, head + body)
-                else:
-                    whole = self.send(upstream, head) and self.send(upstream, body)
-                if streamed and whole:
-                    self.expect(exchange.request)
-                    whole = self.stream_body(upstream, streamed)
-                upstream.dirty = not whole
-            except TimeoutError:
-                raise Refused(504, "The model server does not take the request's body.") from None
-            except OSError:
-                pass  # it may have answered before it closed (413, 401): read that
-            if (
-                streamed and upstream.dirty
-            ):  # what is left of the body must not be taken for the next request
-                self.close_connection = self.linger = True
+            # The client may have left by now, and what an idle connection has is its end.
+            if self.server_events(0) and upstream.expires:
+                raise ConnectionResetError
+            self.send_request(exchange, upstream, streamed)
             exchange.sent = time.monotonic()
-            return self.response_head(exchange, upstream)
-        except BaseException:
-            upstream.wire.close()
+            return cast(Response, upstream.getresponse())
+        except BaseException as fault:
+            upstream.close()
+            if isinstance(fault, TimeoutError):
+                raise Refused(504, f"The model server does not answer: {fault}.") from None
+            if isinstance(fault, BadMessage):
+                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
+            if isinstance(fault, (ConnectionError, EOFError)):
+                if not stream.received:
+                    raise http.client.RemoteDisconnected("") from None
+                raise Refused(  # it is not repeated: the server may have run it
+                    502, "The model server closed the connection in the head of its answer."
+                ) from None
             raise
 
-    def send(self, upstream: Upstream, data: bytes | bytearray) -> bool:
-        """Send upstream; False when the server answered before it had read everything."""
-        view, at = memoryview(data), 0
-        while True:
-            try:
-                at += upstream.wire.sock.send(view[at:])
-            except AGAIN:
-                pass
-            if at == len(view):
-                return True
-            state = self.pair.wait_to_write(self.proxy.config.read_timeout)
-            if state == "timeout":
-                raise TimeoutError
-            if state == "read" and upstream.answered():
-                return False
+    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+        """Line, Host, the client's own headers in order, the body's length, the body."""
+        request, body = exchange.request, exchange.forwarded
+        target = under(upstream.url, request.target).decode("latin-1")
+        upstream.unfinished = True
+        try:
+            upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+            upstream.putheader("Host", upstream.url.netloc)
+            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+                upstream.putheader(name, value)
+            if exchange.trace.conversation:
+                upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
+            if request.chunked or request.length is not None:
+                length = request.length or 0 if body is None else len(body)
+                upstream.putheader("Content-Length", str(length))
+            upstream.endheaders(body)
+            if streamed:
+                self.pass_body(request, upstream, streamed)
+            upstream.unfinished = False
+        except (Answered, ConnectionError):
+            pass  # an early answer (413, 401), or one that stands before the close
+        if streamed and upstream.unfinished:
+            # What is left of the body must not be taken for the next request.
+            self.close_connection = self.linger = True
+        self.server.waiting.pop(self.socket, None)
 
-    def stream_body(self, upstream: Upstream, length: int) -> bool:
-        """Pass a body on as it comes; False when the server answered before it had read
-        everything."""
-        while length > 0:
-            data = self.wire.take(length)
-            if not data:
-                self.pair.watch()
-                state = self.pair.wait(BODY_IDLE, body=True)
-                if state == "read":
-                    if upstream.answered():
-                        return False
-                    continue
+    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
+        """Pass a body on as it comes."""
+        self.begin_body(request)
+        while length:
+            try:
                 data = self.receive(min(1 << 18, length))
+            except TimeoutError:
+                raise self.too_slow() from None
             length -= len(data)
-            if not self.send(upstream, data):
-                return False
-        self.pair.watch()
-        return True
-
-    def response_head(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """The final answer's head. Raises Stale when the server closes the connection without a
-        byte of one."""
-        wire, pair, timeout = upstream.wire, self.pair, self.proxy.config.read_timeout
-        while (response := upstream.head()) is None:
-            if len(wire.buf) > HEAD_LIMIT:
-                raise Refused(502, "The model server's answer has an endless head.")
-            try:
-                data = pair.read(min(QUIET_SECONDS, timeout))
-                if data is None:
-                    self.proxy.quiet(exchange)
-                    data = pair.read(timeout)
-            except OSError:
-                data = b""
-            if data is None:
-                raise Refused(
-                    504, f"The model server sent nothing for {timeout:g} s (READ_TIMEOUT)."
-                )
-            if not data and (
-                wire.buf or upstream.interim
-            ):  # then the request is not repeated: it may have been run
-                raise Refused(
-                    502, "The model server closed the connection in the head of its answer."
-                )
-            if not data:
-                raise Stale
-            wire.buf += data
-        return response
+            begun = time.monotonic()
+            upstream.send(data)
+            self.until += time.monotonic() - begun  # the server's time is not the client's
+        self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
     def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the upstream breaks
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        framing, old = response.framing, exchange.request.old
-        self.close_connection = self.close_connection or old or self.proxy.stopping
-        lines = [b"HTTP/1.1 %d %s" % (response.status, response.reason)]
-        lines += end_to_end(response.headers, CHUNKED_DROPS if framing == "chunked" else HOP_BY_HOP)
-        if framing in ("chunked", "close") and not old:
-            lines.append(b"Transfer-Encoding: chunked")
-        lines += self.proxy.diagnosis(exchange)
+        old = exchange.request.old
+        by_length = response.length is not None
+        self.close_connection |= old or self.proxy.stopping
+        self.send_response_only(response.status, response.reason)
+        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
+        for name, value in end_to_end(response.headers, drop):
+            self.send_header(name, value)
+        if not by_length and not old:
+            self.send_header("Transfer-Encoding", "chunked")
+        for line in self.proxy.diagnosis(exchange):
+            name, _, value = line.decode().partition(": ")
+            self.send_header(name, value)
         if self.close_connection:
-            lines.append(b"Connection: close")
-        if response.headers.all(b"content-encoding"):
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if response.headers.all("content-encoding"):
             exchange.tap = None
         try:
-            self.pump(exchange, upstream, response, b"\r\n".join(lines) + b"\r\n\r\n")
+            self.pump(exchange, response)
         except BaseException as fault:
-            upstream.wire.close()
-            # Without framing a plain close looks like the end; RST does not (and a chunked client
-            # lacks its last chunk).
-            self.abort = isinstance(fault, BrokenOff) and old and framing != "length"
-            raise
+            upstream.close()
+            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
+                raise
+            if self._headers_buffer:  # nothing was sent yet
+                raise Refused(502, f"The model server's answer is broken: {fault}.") from None
+            # Without framing a plain close looks like the end; RST does not.
+            self.abort = old and not by_length
+            raise BrokenOff(str(fault)) from None
         self.proxy.backend.pool.give(upstream, response)
 
-    def pump(self, exchange: Exchange, upstream: Upstream, response: Response, head: bytes) -> None:
-        """Send the client an answer's head and body. Raises Refused while nothing was sent,
-        BrokenOff after that."""
-        send, old, left, tap = self.wire.send, exchange.request.old, response.length, exchange.tap
-        if response.framing == "none" or (response.framing == "length" and not left):
-            send(head)
-            return
-        if (
-            not upstream.wire.buf
-        ):  # else it goes out with the first bytes of the body: one write, one packet
-            send(head)
-            head = b""
-        chunks = Chunks() if response.framing == "chunked" else None
-        for data in self.pieces(upstream, response):
-            used = len(data)
-            if chunks is not None:
-                out: list[bytes] = []
-                try:
-                    used = chunks.feed(data, out)
-                except BadHead as error:
-                    why = f"the server's chunks cannot be read ({error})"
-                    if head:
-                        raise Refused(
-                            502, f"The model server's answer cannot be passed on: {why}."
-                        ) from None
-                    raise BrokenOff(why) from None
-                payload, done = b"".join(out), chunks.done
-                passed = payload if old else data[:used]
-            elif response.framing == "length":
-                used = min(used, left)
-                left -= used
-                payload = passed = data[:used]
-                done = not left
-            else:
-                payload, done = data, not data
-                passed = (
-                    data if old else b"%x\r\n%s\r\n" % (used, data)
-                )  # without data: the last chunk
-            if used < len(data):  # belongs to nobody: the connection will not be used again
-                upstream.wire.buf += data[used:]
+    def pump(self, exchange: Exchange, response: Response) -> None:
+        """Send the client an answer's body, with its head in front."""
+        tap, old = exchange.tap, exchange.request.old
+        for received, payload, _ in response.pieces():
             if tap is not None:
                 tap.add(payload)
-            send(head + passed if head else passed)
-            head = b""
-            if done:
-                return
-
-    def pieces(self, upstream: Upstream, response: Response) -> Iterator[bytes]:
-        """An answer's body as the server sends it; b'' at its end if only that tells. Raises
-        BrokenOff, ClientGone.
-
-        As network cards moderate interrupts: when the streams bring more pieces than one
-        interpreter can pass on singly, each is read a little later, and then more at once. At a
-        model's pace none waits. Nor does TLS, where each piece is a record that must be read by
-        itself."""
-        wait, recv, busy, clock = (
-            self.pair.wait,
-            upstream.wire.sock.recv,
-            self.server.busy,
-            time.monotonic,
-        )
-        timeout, tls = self.proxy.config.read_timeout, self.pair.tls
-        hurried, due, looked = False, 0.0, 0.0  # the next piece is due at; the client was looked at
-        if upstream.wire.buf:
-            yield upstream.wire.take()
-        while True:
-            if not hurried or due > looked + LOOK_SECONDS:
-                if wait(timeout) == "timeout":
-                    raise BrokenOff(f"nothing came for {timeout:g} s (READ_TIMEOUT)")
-                looked = clock()
-                hurried = looked < due and not tls
-            if hurried and (early := due - clock()) > 0:
-                time.sleep(early)
-            try:
-                data = recv(65536)
-            except AGAIN:
-                hurried = False
-                continue
-            except OSError as error:
-                raise BrokenOff(f"the server's connection broke ({error})") from None
-            if not data and response.framing != "close":
-                raise BrokenOff("the server closed the connection in the middle of its answer")
-            due = clock() + min(PIECE_DELAY, PIECE_SECONDS * len(busy))
-            yield data
+            if self._headers_buffer:
+                self.flush_headers()
+            self.wfile.write(payload if old else received)
+        self.flush()
 
 
 class Exchange:
@@ -4491,13 +4975,23 @@ class Exchange:
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
         self.report, self.trace = Report(), Trace()
+        self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
-        self.idle = 0.0
+        self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.stream = False
         self.tap = Tap() if dialect is not None else None
+
+    def key(self) -> str:
+        """The client's key, for questions about its own request."""
+        return self.request.get("authorization").removeprefix("Bearer ")
+
+    def size(self) -> int:
+        """Bytes of the bodies."""
+        same = self.forwarded is self.received
+        return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
 
 # ==================================================================================================
@@ -4505,6 +4999,7 @@ class Exchange:
 # ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
+HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 OWNERS = {
     "llamacpp": "llama-server",
@@ -4556,8 +5051,26 @@ class Backend:
         return None
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError."""
-        return Upstream(self.locate(), self.config.connect_timeout, self.last_good, self.tls)
+        """A new connection. Raises OSError.
+
+        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
+        only. With TLS the name stays: the certificate has it."""
+        url = self.locate()
+        host = url.hostname or ""
+        several = host == "localhost" and url.scheme == "http"
+        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        faults = []
+        for name in dict.fromkeys(names):
+            upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
+            try:
+                upstream.connect()
+            except OSError as error:
+                faults.append(error)
+                upstream.close()
+            else:
+                self.last_good[host] = name
+                return upstream
+        raise faults[0]
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -4566,10 +5079,13 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def ask(self, path: str, timeout: float = 3.0) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET; (0, reason) when it cannot be reached."""
+    def ask(
+        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+    ) -> tuple[int, Any]:
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
+        cannot be reached."""
         try:
-            return fetch(self.locate(), path, timeout, self.key)
+            return fetch(self.locate(), path, timeout, key or self.key, body)
         except OSError as error:
             return 0, str(error)
 
@@ -4648,15 +5164,21 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def fetch(
-    url: urllib.parse.SplitResult, path: str, timeout: float, key: str = ""
+    url: urllib.parse.SplitResult,
+    path: str,
+    timeout: float,
+    key: str = "",
+    body: bytes | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET under a URL's path prefix; (0, reason) when it
-    fails."""
+    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
+    when it fails."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            connection.request("GET", under(url, path.encode()).decode(), headers=bearer(key))
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
+            connection.request(method, target, body, headers | bearer(key))
             response = connection.getresponse()
-            text = response.read(1 << 20).decode("utf-8", "replace")
+            text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
     with contextlib.suppress(ValueError, RecursionError):
@@ -4664,35 +5186,51 @@ def fetch(
     return response.status, text
 
 
-class Server(socketserver.ThreadingTCPServer):
+def descriptors() -> int:
+    """How many sockets and files this process may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows sets no limit that matters here
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = (
-        1024  # with 5, the default, a burst of clients waits for SYN retransmits of 1, 3, 7 s
-    )
+    request_queue_size = 1024  # with 5, a burst of clients waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.open: set[socket.socket] = set()  # add, discard, list() and len() need no lock
+        # add, discard, pop, list() and len() need no lock
+        self.open: set[socket.socket] = set()
         self.busy: set[socket.socket] = set()  # those with a request being served
+        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.guard = threading.Lock()
+        self.held = 0  # bytes of bodies in memory
+        self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
+        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
+        """The library's asks DNS for this machine's name, which may take a minute."""
         if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        super().server_bind()
+        socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
@@ -4700,24 +5238,41 @@ class Server(socketserver.ThreadingTCPServer):
         """Called a few times a second."""
         self.proxy.backend.pool.close(time.monotonic())
 
+    def hold(self, size: int) -> bool:
+        """Add to the bytes of bodies in memory; whether they may be so many."""
+        with self.guard:
+            self.held += size
+            return self.held <= self.most_held
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.open) < self.proxy.config.max_connections:
+        if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
         body = error_body(
             "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
         )
-        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+        head = (
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
         with contextlib.suppress(OSError):
             request.settimeout(1)
-            request.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(
-                0.2
-            )  # unread bytes would turn the close into a reset, and the answer would be lost
-            request.recv(65536)
+            request.settimeout(0.2)
+            request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
+
+    def make_room(self) -> bool:
+        """End the connection that has been idle, or sending its request, for longest."""
+        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            self.open.discard(oldest)
+            oldest.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
 
     def shutdown_request(self, request: Any) -> None:
         self.open.discard(request)
@@ -4755,7 +5310,8 @@ class Proxy:
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
         known = self.scrubber if self.config.scrub else None
         self.reader = Reader(known, self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
+        self.ledger = Ledger(self.config.ledger_mb << 19)
+        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -4763,8 +5319,8 @@ class Proxy:
         self.server: Server | None = None
         self.stopping = False
         self.running, self.last_end = 0, time.monotonic()
+        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.hosts: dict[str, bool] = {}  # values of Host that were found to be known
         self.allowed = {
             name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
         }
@@ -4774,10 +5330,16 @@ class Proxy:
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken."""
+        address is taken, ConfigError when a file cannot be written."""
         with self.life:
             if self.server is not None:
                 return self
+            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
+                try:
+                    part.open()
+                except OSError as error:
+                    path = getattr(self.config, name)
+                    raise cannot_write(name.upper(), path, error) from None
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
@@ -4830,20 +5392,13 @@ class Proxy:
     def known_host(self, host: str) -> bool:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
-        if host in self.hosts:
-            return True
-        if len(host) > 300 or re.search(r"[@/?#\\]", host):
+        match = HOST.fullmatch(host.lower())
+        if not match:
             return False
-        try:
-            name = urllib.parse.urlsplit("//" + host).hostname or ""
-        except ValueError:  # a bracket too few
-            return False
+        name = match[1].strip("[]")
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-        local = name.endswith(private) or re.fullmatch(r"[^.:]+", name) is not None
-        known = local or name in self.allowed or address_of(name) is not None
-        if known:
-            remember(self.hosts, host, True)
-        return known
+        local = name.endswith(private) or not re.search(r"[.:]", name)
+        return local or name in self.allowed or address_of(name) is not None
 
     # --- before a request is forwarded ------------------------------------------------------------
 
@@ -4883,8 +5438,8 @@ class Proxy:
 
     # --- while the model works --------------------------------------------------------------------
 
-    def quiet(self, exchange: Exchange) -> None:
-        """Learn from a request and explain it. Called once, when the server is silent or has
+    def explain(self, exchange: Exchange) -> None:
+        """Compare a request with those before it: once, when the server is silent or has
         answered."""
         view = exchange.view
         if view is None or exchange.counting or exchange.explained:
@@ -4892,12 +5447,20 @@ class Proxy:
         exchange.explained = True
         agent = "x-claude-code-agent-id"
         try:
-            side = side_of(view.body, {agent: exchange.request.get(agent)}, view)
-            exchange.idle = exchange.started - self.last_end
-            talk, now = exchange.trace.conversation, time.monotonic()
-            exchange.verdict = self.ledger.judge(
-                segments_of(view), talk, side, now, self.backend.lost_at
-            )
+            headers = {agent: exchange.request.get(agent)}
+            talk, now, received = exchange.trace.conversation, time.monotonic(), None
+            prompt = Prompt(view, talk, headers, now)
+            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict = exchange.case.verdict
+            exchange.case.idle = exchange.started - self.last_end
+            if exchange.forwarded is not exchange.received and exchange.received is not None:
+                received = view_of(parse(exchange.received), view.dialect)
+            if received is not None:
+                prompt = Prompt(received, talk, headers, now)
+            straight = self.received.judge(prompt)
+            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+        except RecursionError:
+            pass  # nested so deeply that no server reads it
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -4905,7 +5468,7 @@ class Proxy:
         """The response header lines for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
             return []
-        self.quiet(exchange)
+        self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
         told = (
             f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
@@ -4922,18 +5485,15 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-        if change > 0:
-            self.warmup.interrupt()
+            (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
         """Read the usage, settle the verdict, write log, page, metrics and capture."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
-            if (
-                answered or not exchange.status
-            ):  # 0: the client left; the server may have read the prompt
-                self.quiet(exchange)
+            if answered or (exchange.sent and not exchange.status):  # or the client left
+                self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
             tap = exchange.tap
@@ -4945,17 +5505,90 @@ class Proxy:
                 self.replay.overflowed(exchange.trace)
             exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
-                exchange.verdict = None
+                exchange.verdict = exchange.case = None
             elif exchange.verdict is not None:
-                settle(exchange.verdict, exchange.usage, exchange.idle)
                 self.warmup.remember(exchange)
-            exchange.tap, exchange.view, exchange.trace = (
-                None,
-                None,
-                Trace(exchange.trace.conversation),
-            )
+            exchange.tap = exchange.view = None
+            exchange.trace = Trace(exchange.trace.conversation)
+            case = exchange.case
+            if (
+                case is not None
+                and missing_tokens(case, exchange.usage)
+                and self.asking.acquire(False)
+            ):
+                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
+            else:
+                self.record(exchange)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
+
+    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
+        """Where the chat template renders a conversation's turns in another way than it did for the
+        request before: the turn, and both texts there. None: it does not, or nothing tells."""
+        with self.metrics.guard:
+            kept = [one for one in self.metrics.recent if one.number == base.number]
+        texts = []
+        for one in (*kept, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            found = members(answer).get("prompt")
+            if not isinstance(found, str):
+                return None
+            texts.append(found)
+        at = common_prefix(texts[0], texts[-1])
+        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
+            return None
+        where, place = "", 0
+        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
+            text = text.strip()[:60]
+            found = texts[0].find(text, place)
+            if 0 <= found < at - len(text):
+                where, place = "", found
+            else:  # a call is not rendered as in the ledger
+                where = where or name
+                if found >= 0:
+                    break
+        return where, around(texts[0], at), around(texts[-1], at)
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
+        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        if view is None:
+            return {}
+        prompt = Prompt(view)
+        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
+        turns = "\n".join(prompt.texts[prompt.first :])
+        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
+        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
+        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
+        found["estimated"] = True
+        for name, text in texts.items() if self.running == 0 else ():
+            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
+            tokens = members(answer).get("tokens")
+            if not isinstance(tokens, list):
+                break
+            found[name], found["estimated"] = len(tokens), name != "turns"
+        rate = found["tools"] / (len(texts["tools"]) or 1)
+        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
+
+    def record(self, exchange: Exchange, ask: bool = False) -> None:
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
+        than should have been; the server is asked for its slots, and how its chat template renders
+        the prompts, once it is idle."""
+        try:
+            case, exchange.case = exchange.case, None
+            if case is not None:
+                if ask and self.still.wait(IDLE_WAIT):
+                    case.server = self.backend.describe()
+                self.settle(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
+            if case is not None:
+                case.prompt.number = exchange.number
             if self.log.isEnabledFor(logging.INFO):
                 for line in log_lines(exchange):
                     self.log.info("%s", line)
@@ -4963,6 +5596,37 @@ class Proxy:
                 self.log.warning("%s", warning)
         except Exception:
             self.log.exception("a finished request could not be recorded")
+        finally:
+            if ask:
+                self.asking.release()
+
+    def settle(self, exchange: Exchange, case: Case) -> None:
+        """Settle a request's verdict."""
+        verdict, usage = case.verdict, exchange.usage
+        settle(case, usage, self.config)
+        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
+        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
+            change = self.template_change(exchange, case.base)
+            if change is not None:
+                verdict.name = verdict.kind = "template"
+                verdict.where, verdict.before, verdict.after = change
+                told = f"the chat template renders {verdict.where} otherwise than before"
+                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
+                told += f" {verdict.expected:,} tokens were reused: "
+                verdict.advice = told + advice("template", self.config)
+        if usage.cached is None and exchange.stream and exchange.begun:
+            chars = case.prompt.length() or 1
+            seconds = (
+                exchange.begun - exchange.sent
+            )  # the first event comes when the prompt is read
+            pace, first = 1e6 * seconds / chars, case.prompt.pace
+            case.prompt.pace = first or pace
+            verdict.advice = (
+                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
+            )
+            verdict.advice += (
+                f"; {first:.0f} ms in this conversation's first request" if first else ""
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -4979,9 +5643,16 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without the query, which may hold a key, and without control
-    characters."""
-    return path.split("?")[0].encode("ascii", "backslashreplace").decode()
+    """A request's path for the log: without parameters and query, which may hold a key, and without
+    control characters."""
+    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+
+
+def visible(text: str) -> str:
+    """A text of a file for the terminal, which would obey the control characters in it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def log_lines(exchange: Exchange) -> list[str]:
@@ -5016,7 +5687,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         if verdict is not None:
-            parts.append(verdict.name + (f" ({verdict.side})" if verdict.side else ""))
+            parts.append(verdict.title())
         if report.note:
             parts.append(f"forwarded as it came: {report.note}")
     if exchange.status != 200 or len(parts) == 1:
@@ -5032,7 +5703,10 @@ def log_lines(exchange: Exchange) -> list[str]:
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
-    KEEP_BYTES = 64 << 20  # of the bodies kept for the status page
+    KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
+    LONG_READ = (
+        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
+    )
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
@@ -5043,15 +5717,16 @@ class Metrics:
         self.points: collections.deque[tuple[float, float, str]] = collections.deque(
             maxlen=60
         )  # time, share, verdict
-        self.rates: collections.deque[float] = collections.deque(
-            maxlen=50
-        )  # measured ms per prompt token
         self.counts: collections.Counter[tuple[str, str]] = (
             collections.Counter()
         )  # (label in METRIC_HELP, its value)
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.kept = 0  # bytes of the bodies in `recent`
+        self.bodies: collections.deque[Exchange] = (
+            collections.deque()
+        )  # of `recent`, those with bodies
+        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
+        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
 
@@ -5083,10 +5758,11 @@ class Metrics:
                 ms is None and exchange.stream and exchange.begun
             ):  # the first event comes when the prompt is read
                 ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= 32:
-                self.rates.append(ms / read)
-            if self.rates:
-                self.saved += usage.cached * statistics.median(self.rates) / 1000
+            if ms is not None and read >= self.LONG_READ:
+                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
+            if self.long_reads[1] and more >= 64:
+                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
             self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
             if verdict.side:
@@ -5121,28 +5797,37 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest are let go when all take too much
         memory."""
-
-        def size(one: Exchange) -> int:
-            return len(one.received or b"") + (
-                0 if one.forwarded is one.received else len(one.forwarded or b"")
-            )
-
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= size(self.recent[0])
         self.recent.append(exchange)
-        self.kept += size(exchange)
-        for old in self.recent:
-            if self.kept <= self.KEEP_BYTES:
-                break
-            self.kept -= size(old)
+        self.bodies.append(exchange)
+        self.kept += exchange.size()
+        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
+            old = self.bodies.popleft()
+            self.kept -= old.size()
             old.received = old.forwarded = None
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line. Trouble with the file ends the capture, never the
-    proxy."""
+# Names whose values are not written down. In a body only members beside the prompt are looked at, and
+# there "max_tokens" and "prompt_cache_key" are no secrets.
+SECRET_NAME = re.compile(
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+)
+QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
+SECRET_MEMBER = re.compile(
+    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
+    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
+)
+# The look-behind lets a match begin at the start of a name only: else long names take square time.
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
+JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
+                  "input_schema")  # fmt: skip
 
-    SECRET = re.compile(r"(?i)auth|cookie|key|token|secret|password|credential|signature")
+
+class Capture:
+    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the like.
+
+    A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
@@ -5150,7 +5835,21 @@ class Capture:
         self.file: Any = None
         self.size = 0
 
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if not self.path or self.file is not None:
+            return
+        path = os.path.expanduser(self.path)
+        self.file = open_private(path, "a")
+        self.size = os.fstat(self.file.fileno()).st_size
+        if self.size:
+            with open(path, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    self.size += self.file.write("\n")
+
     def write(self, exchange: Exchange) -> None:
+        """Append a finished request."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
@@ -5163,43 +5862,14 @@ class Capture:
                 self.path = ""
                 self.close()
 
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
-        names = [
-            (name.decode(), value.decode("latin-1")) for name, value in exchange.request.headers
-        ]
-        row: Json = {
-            "method": exchange.request.method,
-            "path": re.sub(r"(?<=[?&])([^=&]*)=[^&]*", self.without_secret, exchange.request.path),
-            "time": exchange.time,
-            "headers": {
-                name: "***" if self.SECRET.search(name) else value for name, value in names
-            },
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps({**row, "body": parse(received)}, separators=(",", ":")) + "\n"
-        return (
-            json.dumps({**row, "text": received.decode("utf-8", "replace")}, separators=(",", ":"))
-            + "\n"
-        )
-
-    def without_secret(self, member: re.Match[str]) -> str:
-        """A member of a query; the value of a key, a token and their like is not told."""
-        return (
-            f"{member[1]}=***" if self.SECRET.search(urllib.parse.unquote(member[1])) else member[0]
-        )
-
     def append(self, line: str) -> None:
+        """Write a line; a file that would get too long makes room for a new one first."""
         while self.file is None or (self.size and self.size + len(line) > self.limit):
             if self.file is not None:
                 self.close()
-                os.replace(self.path, self.path + ".1")
-            self.file = open_private(self.path, os.O_APPEND)
-            self.size = os.fstat(self.file.fileno()).st_size
+                path = os.path.expanduser(self.path)
+                os.replace(path, path + ".1")
+            self.open()
         self.file.write(line)
         self.file.flush()
         self.size += len(line)
@@ -5210,46 +5880,201 @@ class Capture:
             if file is not None:
                 file.close()
 
+    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
+        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        headers = {}
+        for name, value in exchange.request.headers.raw_items():
+            headers[name] = self.without_secrets("***" if SECRET_NAME.search(name) else value)
+        row: Json = {
+            "method": exchange.request.method,
+            "path": self.without_secrets(exchange.request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+        }
+        with contextlib.suppress(ValueError, RecursionError):
+            body = self.without_secret_members(parse(received))
+            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
+        text = self.without_secret_text(received.decode("utf-8", "replace"))
+        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
 
-def open_private(path: str, flag: int) -> Any:
+    def without_secrets(self, address: str) -> str:
+        """A target or a header's value, without the secrets in its query and path parameters."""
+
+        def hide(part: re.Match[str]) -> str:
+            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
+            return f"{part[1]}=***" if secret else part[0]
+
+        path, mark, query = address.partition("?")
+        query = QUERY_PART.sub(hide, query)
+        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+
+    def without_secret_members(self, body: Json) -> Json:
+        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+        waiting: list[Any] = [body]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list):
+                waiting += value
+            for name, member in value.items() if isinstance(value, dict) else ():
+                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
+                    value[name] = "***"
+                elif name not in PROMPT_MEMBERS:
+                    waiting.append(member)
+        return body
+
+    def without_secret_text(self, text: str) -> str:
+        """The same for a body that is no JSON, as far as its pairs can be told."""
+        return JSON_PAIR.sub(
+            lambda pair: (
+                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
+            ),
+            text,
+        )
+
+
+def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read, also one that was there already. Raises
     OSError."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
-    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(number).st_mode):
+    private = functools.partial(os.open, mode=0o600)
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
+    )
+    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         with contextlib.suppress(OSError):
-            os.fchmod(number, 0o600)
-    return os.fdopen(number, "a" if flag & os.O_APPEND else "w", encoding="ascii")
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
+    """What stops the start when the file of a setting cannot be used."""
+    why = error.strerror or error
+    advice = "name a file in a folder that you may write to"
+    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
+    one line on stderr, not a traceback for each record."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self.path, self.told = path, False
+        try:
+            super().__init__(os.path.expanduser(path))
+        except OSError as error:
+            raise cannot_write("LOG_FILE", path, error) from None
+
+    def _open(self) -> Any:
+        return open_private(self.baseFilename, "a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as fault:  # it could not be opened anew
+            self.tell(fault)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as fault:
+            self.tell(fault)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        fault = sys.exc_info()[1]
+        if isinstance(fault, OSError):
+            self.tell(fault)
+        else:
+            super().handleError(record)
+
+    def tell(self, fault: OSError) -> None:
+        """Tell of a fault once, where somebody may see it."""
+        if not self.told:
+            self.told = True
+            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr)
+
+
+class Prefill:
+    """A request of kvproxy's own that has the server read a prompt before the client's request comes
+    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> bool:
+        """Take the connection; False when it was given up before there was one."""
+        self.sock = sock
+        return not self.closed
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with contextlib.suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
+FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
+                 "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+
+
+def front_members(body: Json) -> Json:
+    """What stands in front of the turns in a prompt, or decides how they are written."""
+    front = {name: body[name] for name in FRONT_MEMBERS if name in body}
+    if front.get("tool_choice") not in (None, "auto", "none"):
+        del front["tool_choice"]  # a forced call has no place in a request that is not answered
+    return front
 
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them."""
+    real turn needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
-    FIRST_WAIT, AWAY_WAIT = (
-        1.0,
-        5.0,
-    )  # seconds of quiet before the first try, and between looks at the server
+    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    KEPT = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
-            "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+    HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
+        self.path = os.path.expanduser(self.config.warmup_file)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
-        self.current: socket.socket | None = None
+        self.gate = threading.Lock()  # held while a prefill begins
+        self.prefill: Prefill | None = None
         self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
         self.refused: dict[str, str] | None = None  # keys that the server did not take
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
     def enabled(self) -> bool:
+        """Whether a setting asks for it."""
         return bool(self.config.warmup_file or self.config.keepalive_seconds)
 
     def start(self) -> None:
+        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
         if self.enabled():
             self.load()
@@ -5258,40 +6083,46 @@ class Warmup:
             self.thread.start()
 
     def stop(self) -> None:
+        """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.interrupt()
+        with self.gate:
+            prefill = self.prefill
+        if prefill is not None:
+            prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
     # --- the heads and their file -----------------------------------------------------------------
 
+    def open(self) -> None:
+        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
+        if not self.path:
+            return
+        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
+            os.unlink(left)
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        with self.temporary():
+            pass
+
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
         new ones match."""
-        path, replay = self.config.warmup_file, self.proxy.replay
+        path, replay = self.path, self.proxy.replay
         try:
             with open(path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
-                view = (
-                    view_of(head["body"], dialect) if dialect is not None and not counting else None
-                )
-                if view is None:
+                view = view_of(head["body"], dialect) if dialect is not None else None
+                if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except self.BAD_FILE as error:
             self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
@@ -5311,55 +6142,77 @@ class Warmup:
             return
         if not view.dialect.edited or not view.system():
             return
-        body: Json = {name: view.body[name] for name in self.KEPT if name in view.body}
+        body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
-        body.update(
-            {view.dialect.turns: [*systems, {"role": "user", "content": "."}], "stream": False}
-        )
+        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
+        body["stream"] = False
         body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            del body["tool_choice"]
-        key = digest(view.dialect.name, dump(body)).hex()
-        self.keys = {
-            name: found
-            for name in ("authorization", "x-api-key")
-            if (found := exchange.request.get(name))
-        }
+        ident = digest(view.dialect.name, dump(body)).hex()
+        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
+        self.keys = {name: key for name, key in keys.items() if key}
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(key, {"path": exchange.request.path.split("?")[0], "body": body})
-            self.due.pop(key, None)  # the client itself had it read
-            if key != newest and self.config.warmup_file:
+            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.due.pop(ident, None)  # the client itself had it read
+            if ident != newest and self.path:
                 self.save()
 
     def save(self) -> None:
         """Write the file, whole or not at all. Called with the guard held."""
-        path = self.config.warmup_file
-        temporary = f"{path}.{os.getpid()}.tmp"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            with open_private(temporary, os.O_EXCL) as file:
+            with self.temporary() as file:
                 file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-            os.replace(temporary, path)
+                file.close()
+                os.replace(file.name, self.path)
         except OSError as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be written: {error}")
+            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[Any]:
+        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
+        name = f"{self.path}.{os.getpid()}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def warn(self, text: str) -> None:
-        """Trouble with the file is told once."""
+        """Warn about the file, but only once."""
         if not self.warned:
             self.proxy.log.warning("%s", text)
         self.warned = True
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def interrupt(self) -> None:
-        """A client's request goes first: give the model up at once. The thread that reads closes
-        the socket."""
-        sock = self.current
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+        """Called when a client's request is about to be forwarded.
+
+        If it begins with the prompt that the server is reading, it is held until that has been
+        read: the server would notice a cancel late, and read everything again in another slot. Any
+        other request that needs the model ends the prefill at once, unless some client waits for
+        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request = exchange.request
+        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
+            return
+        path, view = request.path.split("?")[0], exchange.view
+        with self.gate:
+            prefill = self.prefill
+        if prefill is None:
+            return
+        if view is not None and prefill.begins(path, view):
+            until = time.monotonic() + self.config.read_timeout
+            prefill.waiting.add(exchange)
+            try:
+                while not prefill.closed and time.monotonic() < until:
+                    wait(self.HOLD_LOOK)
+            finally:
+                prefill.waiting.discard(exchange)
+        if not prefill.waiting:
+            prefill.close()
 
     def run(self) -> None:
         wait = self.FIRST_WAIT
@@ -5393,7 +6246,7 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(head)
+            status = self.send(Prefill(head["path"], head["body"]))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -5405,29 +6258,30 @@ class Warmup:
             with self.guard:
                 self.due.pop(key, None)
 
-    def send(self, head: Json) -> int:
-        """Have the server read a head; returns the status, 0 without an answer."""
+    def send(self, prefill: Prefill) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.gate:
+            if self.proxy.running or self.over.is_set():
+                return 0  # a request that comes later than this finds `prefill` in hold()
+            self.prefill = prefill
         try:
             url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            with contextlib.closing(
-                http_connection(url, self.config.connect_timeout, tls=tls)
-            ) as connection:
+            connection = http_connection(url, self.config.connect_timeout, tls=tls)
+            with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                self.current = connection.sock
-                if self.proxy.running or self.over.is_set():  # it came before it could interrupt
+                if not prefill.opened(connection.sock):
                     return 0
+                target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
-                connection.request(
-                    "POST", under(url, head["path"].encode()).decode(), dump(head["body"]), headers
-                )
+                connection.request("POST", target, dump(prefill.body), headers)
                 response = connection.getresponse()
                 response.read()
                 return response.status
         except (OSError, ValueError, http.client.HTTPException):
             return 0
         finally:
-            self.current = None
+            self.prefill, prefill.closed = None, True
 
 
 # ==================================================================================================
@@ -5490,11 +6344,8 @@ setInterval(async () => {
 </script></body></html>
 """
 
-TONES = {
-    "extended": "good",
-    "rewritten": "bad",
-    "lost": "bad",
-}  # of verdicts; all others are neither
+# of verdicts; all others are neither
+TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -5502,39 +6353,30 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    (
-        "kvproxy_prompt_tokens_total",
-        "state",
-        "Prompt tokens as the server reported them, reused or read.",
-    ),
-    (
-        "kvproxy_saved_seconds_total",
-        lambda on: on.metrics.saved,
-        "Estimated seconds of reading that reuse saved.",
-    ),
-    (
-        "kvproxy_hit_ratio",
-        lambda on: on.metrics.hit_rate(),
-        "Share of prompt tokens reused over the last 20 requests.",
-    ),
+    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
+    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory held for explanations."),
     (
-        "kvproxy_start_time_seconds",
-        lambda on: on.metrics.since,
-        "When the proxy started, in seconds since the epoch.",
+        "kvproxy_ledger_bytes",
+        lambda on: on.ledger.size + on.received.size,
+        "Memory held for explanations.",
     ),
+    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
-Answer = tuple[int, bytes, Headers, str]
+# Headers with which a web server in front tells that a request is somebody else's.
+FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
+
+Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
     """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
-    DIFF_LINES = 20000  # difflib takes long for more
+    HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -5552,32 +6394,32 @@ class Pages:
             )
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not is_loopback(peer) or not self.same_site(request):
-            return self.error(403, "Prompts are shown on this machine only.")
+        if not self.shows_prompts(request, peer):
+            why = "Prompts are shown on this machine only, and not through a web server."
+            return self.error(403, why)
         if path == "/kvproxy":
             return self.page()
         with self.proxy.metrics.guard:
-            kept = {
-                f"/kvproxy/requests/{exchange.number}": exchange
-                for exchange in self.proxy.metrics.recent
-            }
+            recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(
-                200, {"requests": [self.row(exchange) for exchange in reversed(kept.values())]}
-            )
-        if path in kept:
-            return self.json(200, self.detail(kept[path]))
+            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        for exchange in recent:
+            if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def same_site(self, request: Request) -> bool:
-        """Whether no page of another site asks: browsers tell where a request comes from."""
-        origin = request.get("origin")
+    def shows_prompts(self, request: Request, peer: str) -> bool:
+        """Whether a request comes from this machine, and not from a page of another site: browsers
+        tell where a request comes from."""
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and request.get("sec-fetch-site") in ("", "none", "same-origin")
+        forwarded = any(map(FORWARDED.match, request.headers.keys()))
+        same_site = ours and site in ("", "none", "same-origin")
+        return is_loopback(peer) and same_site and not forwarded
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
-        return status, body, [(b"X-Content-Type-Options", b"nosniff"), *headers], "application/json"
+        return status, body, [*self.HEADERS, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -5585,6 +6427,7 @@ class Pages:
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
         verdict, usage = exchange.verdict, exchange.usage
+        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
         return {
             "number": exchange.number,
             "time": exchange.time,
@@ -5596,43 +6439,38 @@ class Pages:
             "report": dataclasses.asdict(exchange.report),
             "usage": {**dataclasses.asdict(usage), "read": usage.read()},
             "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": round(1000 * (exchange.begun - exchange.started), 1)
-            if exchange.begun
-            else None,
+            "first_byte_ms": first_byte if exchange.begun else None,
             "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
         }
 
-    def detail(self, exchange: Exchange) -> Json:
-        """A request with its body as received and as forwarded, and what differs."""
-        row = {**self.row(exchange), "received": None, "forwarded": None}
-        received, forwarded = (
-            exchange.received,
-            exchange.forwarded,
-        )  # another thread may let go of them
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded, and what differs. Takes at most ten
+        times the body's memory: texts are written piece by piece."""
+        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
+        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
         if received is None or forwarded is None:
-            return {**row, "note": "the bodies were dropped to save memory"}
-        row["received"], row["forwarded"] = (
-            raw.decode("utf-8", "replace") for raw in (received, forwarded)
-        )
-        row["diff"] = []
-        if forwarded is received:
-            return row
-        with contextlib.suppress(
-            RecursionError
-        ):  # both are JSON; with an indent, dumps goes less deep than parse()
-            before, after = (
-                json.dumps(json.loads(raw), indent=1, ensure_ascii=False)
-                .replace("\\n", "\n")
-                .splitlines()
-                for raw in (received, forwarded)
-            )
-            if max(len(before), len(after)) > self.DIFF_LINES:
-                row["note"] = "the bodies are too long for a diff"
-            else:
-                row["diff"] = list(
-                    difflib.unified_diff(before, after, "received", "forwarded", lineterm="", n=2)
-                )
-        return row
+            received = forwarded = None
+            notes.append("the bodies were dropped to save memory")
+        else:
+            nodes = forwarded.count(b"{") + forwarded.count(b"[")
+            if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
+                with contextlib.suppress(Unreadable, RecursionError):
+                    row["where it goes"] = self.proxy.weights(exchange)
+        if received is not None and forwarded is not received:
+            assert forwarded is not None
+            row["diff"], note = difference(received, forwarded)
+            notes += [note] if note else []
+        body = bytearray()
+        for name, raw in (("received", received), ("forwarded", forwarded)):
+            body += b', "%s": ' % name.encode()
+            if raw is None:
+                body += b"null"
+            elif not write_text(body, raw):
+                notes.append(f"the body as {name} is cut: it is no text")
+        if notes:
+            row["note"] = "; ".join(notes)
+        body[:0] = json.dumps(row)[:-1].encode()
+        return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -5655,36 +6493,26 @@ class Pages:
     # --- the page ---------------------------------------------------------------------------------
 
     def page(self) -> Answer:
+        """The page, complete without its script."""
         nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            parts = {
-                "state": state,
-                "tone": tone,
-                "hint": hint,
-                "facts": self.facts(),
-                "chart": self.chart(),
-            }
+            facts, chart = self.facts(), self.chart()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = (
-            "<li>None yet.</li>"
-            if self.proxy.config.keep_requests
-            else "<li>None are kept (KEEP_REQUESTS=0).</li>"
+        if not rows:
+            kept = self.proxy.config.keep_requests
+            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
+        settings, version = self.settings(), __version__
+        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
+        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
+        page = PAGE % dict(zip(names, values, strict=True))
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
+            " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
-        parts |= {
-            "rows": rows or none,
-            "settings": self.settings(),
-            "nonce": nonce,
-            "version": __version__,
-        }
-        policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';"
-        policy += " img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        headers = [
-            (b"Content-Security-Policy", policy.encode()),
-            (b"X-Content-Type-Options", b"nosniff"),
-        ]
+        headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -5692,39 +6520,29 @@ class Pages:
         last = metrics.recent[-1] if metrics.recent else None
         if last is not None and last.status in (502, 503, 504):
             words = "is not ready" if last.status == 503 else "does not answer"
-            return (
-                f"The model server {words} ({last.status})",
-                "bad",
-                last.fault or "It may be loading its model.",
-            )
+            hint = last.fault or "It may be loading its model."
+            return f"The model server {words} ({last.status})", "bad", hint
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         if metrics.judged and not metrics.points:
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
-            return (
-                "No prompt yet",
-                "fair",
-                "Set your agent's base URL to this address and send something.",
-            )
+            hint = "Set your agent's base URL to this address and send something."
+            return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
         firsts = counted(len(metrics.window) - len(window), "first prompt")
         if not window:
-            return (
-                f"{firsts}, nothing to reuse so far",
-                "fair",
-                "Nothing can be reused until a conversation goes on.",
-            )
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
         left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
         hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        example = next(
-            (f" Last: {verdict.line()}" for verdict in reversed(verdicts) if verdict.line()), ""
-        )
-        hint = f"{hint} {metrics.cause('cold').capitalize()}.{example}"
+        hint += f" {metrics.cause('cold').capitalize()}."
+        lines = [verdict.line() for verdict in verdicts if verdict.line()]
+        hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
 
     def facts(self) -> str:
@@ -5734,7 +6552,7 @@ class Pages:
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.rates else "-",
+            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
@@ -5749,13 +6567,9 @@ class Pages:
     def chart(self) -> str:
         """Bars, and a label that tells screen readers what they show. Text stands beside the
         drawing, which stretches."""
-        points = self.proxy.metrics.points
+        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
-            reason = (
-                "The server reports no numbers."
-                if self.proxy.metrics.judged
-                else "Nothing to show yet."
-            )
+            reason = "The server reports no numbers." if judged else "Nothing to show yet."
             return f'<p class="soft">{reason}</p>'
         bars = ""
         for place, (when, share, name) in enumerate(points):
@@ -5787,10 +6601,8 @@ class Pages:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         words = ""
         if verdict is not None:
-            side, tone = (
-                f" ({verdict.side} request)" if verdict.side else "",
-                TONES.get(verdict.name, ""),
-            )
+            side = f" ({verdict.side} request)" if verdict.side else ""
+            tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
         return (
@@ -5800,19 +6612,165 @@ class Pages:
         )
 
     def settings(self) -> str:
+        """Every setting, with the value in force."""
         rows = ""
         for name, _, meaning in Config.table():
             value = getattr(self.proxy.config, name.lower())
-            value = (
-                "  ".join(value)
-                if isinstance(value, tuple)
-                else int(value)
-                if isinstance(value, bool)
-                else value
-            )
+            if isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, tuple):
+                value = "  ".join(value)
             rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
             rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
         return rows
+
+
+# --- a request's bodies, and what differs between them --------------------------------------------
+
+
+def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
+    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes are
+    text that it would take more than three times its size."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
+    out += b'"'
+    for at in range(0, len(raw), TEXT_PIECE):
+        if len(out) - start > 3 * at + TEXT_PIECE:
+            out += b'..."'
+            return False
+        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
+        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    out += b'"'
+    return True
+
+
+TEXT_PIECE = 1 << 16  # bytes
+DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
+DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
+DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
+DIFF_CONTEXT = 2  # unchanged lines around a change
+JSON_PIECE = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
+STRING_TOKEN = re.compile(
+    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
+    re.DOTALL,
+)
+
+
+def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
+    made real. However the text is nested, it takes no more memory than its longest line."""
+    line, depth, at, within = bytearray(), 0, 0, False
+    while found := (STRING_TOKEN if within else JSON_PIECE).match(raw, at):
+        at = found.end()
+        if within:
+            text, codes, escaped, quote = found.groups()
+            if codes:  # written as the characters themselves, but for those that JSON must escape
+                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
+                text = told.encode("utf-8", "surrogatepass")
+            if escaped == b"n":
+                yield bytes(line)
+                line.clear()
+            else:
+                line += text or escaped or quote
+            within = not quote
+            continue
+        value, mark = found.groups()
+        if mark in (b"}", b"]"):
+            if line.strip():
+                yield bytes(line)
+            depth -= 1
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+        line += value or (b": " if mark == b":" else mark)
+        within = mark == b'"'
+        if mark in (b",", b"{", b"["):
+            yield bytes(line)
+            depth += mark != b","
+            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
+    yield bytes(line)
+
+
+def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    if max(len(before), len(after)) > DIFF_BYTES:
+        return [], "the bodies are too long for a diff"
+    sides = []
+    for raw in (before, after):
+        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
+        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
+    if max(map(len, sides)) > DIFF_LINES:
+        return [], "the bodies have too many lines for a diff"
+    more = diff_rows(changed_lines(*sides), len(sides[0]))
+    rows = list(itertools.islice(more, DIFF_ROWS))
+    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
+    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
+    told = ["--- received", "+++ forwarded"] if rows else []
+    for mark, at, new_at in rows:
+        if mark == "@":
+            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
+        else:
+            told.append(mark + (new[new_at] if mark == "+" else old[at]))
+    hidden = sum(1 for _ in more)
+    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
+
+
+Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
+
+
+def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
+    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
+    shown = 0
+    for number, (start, end, new_start, new_end) in enumerate(changes):
+        first = max(shown, start - DIFF_CONTEXT)
+        if first > shown or not number:
+            yield "@", first, new_start - (start - first)
+        yield from ((" ", at, 0) for at in range(first, start))
+        yield from (("-", at, 0) for at in range(start, end))
+        yield from (("+", 0, at) for at in range(new_start, new_end))
+        following = changes[number + 1][0] if number + 1 < len(changes) else length
+        shown = min(end + DIFF_CONTEXT, following)
+        yield from ((" ", at, 0) for at in range(end, shown))
+
+
+def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
+    """Where two lists of hashed lines differ.
+
+    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
+    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
+    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
+    places: list[dict[int, int]] = []
+    for lines in (before, after):
+        found: dict[int, int] = {}
+        for at, line in enumerate(lines):
+            if line % thin == 0:
+                found[line] = -1 if line in found else at
+        places.append(found)
+    old, new = places
+    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
+    new_order = sorted(order, key=new.__getitem__)
+    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
+    same = [line for start, _, size in blocks for line in order[start : start + size]]
+    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
+    changes, at, new_at = [], 0, 0
+    for end, new_end in anchors:
+        stop, new_stop = end, new_end
+        while at < stop and new_at < new_stop and before[at] == after[new_at]:
+            at, new_at = at + 1, new_at + 1
+        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
+            stop, new_stop = stop - 1, new_stop - 1
+        if at < stop or new_at < new_stop:
+            changes.append((at, stop, new_at, new_stop))
+        at, new_at = end + 1, new_end + 1
+    return changes
+
+
+def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
+    """Lines of a JSON text by their numbers, long ones cut."""
+    found = {}
+    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
+        if number in wanted:
+            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
+            if len(line) > DIFF_COLUMNS:
+                found[number] += f"... ({len(line):,} bytes)"
+    return found
 
 
 def clock(when: float) -> str:
@@ -5835,21 +6793,8 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = (
-    "box",
-    "reads",
-    "file",
-    "writes",
-    "patch",
-    "server",
-    "tests",
-    "fail",
-    "look",
-    "line",
-    "again",
-    "with",
-    "its",
-)
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
+         "its")  # fmt: skip
 
 
 def filler(count: int, seed: int) -> str:
@@ -5889,15 +6834,9 @@ def play(
     project = filler(max(50, tokens - 200), 7)
     for turn in range(1, turns + 1):
         ident = str(uuid.uuid4())
-        meta = {
-            "schema": "openclaw.inbound_meta.v1",
-            "message_id": ident,
-            "sender_id": "user-1",
-            "channel": "webchat",
-        }
-        block = (
-            f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta, indent=2)}\n```\n"
-        )
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
+        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
@@ -5905,25 +6844,12 @@ def play(
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
         messages = [{"role": "system", "content": system}, *history]
-        body = {
-            "model": "local",
-            "messages": messages,
-            "stream": True,
-            "max_tokens": 16,
-            "temperature": 0,
-        }
-        answer, usage, first = ask(urllib.parse.urlsplit(url), body, timeout)
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
         history.append({"role": "assistant", "content": answer or "ok"})
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        rows.append(
-            {
-                "turn": turn,
-                "prompt": usage.prompt,
-                "read": usage.read(),
-                "reused": usage.cached,
-                "ms": ms,
-            }
-        )
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
+        rows.append({**row, "ms": ms})
         say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
     return rows
 
@@ -5936,36 +6862,26 @@ def compare(
     mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
     straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
     say("")
-    quiet: Json = {
-        "warmup_file": "",
-        "keepalive_seconds": 0,
-        "capture_file": "",
-        "log_level": "error",
-    }
-    with Proxy(
-        dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    ) as proxy:
+    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
+    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
+    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
+    with Proxy(ours) as proxy:
         through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        print(
-            json.dumps(
-                {"simulated": simulated, "straight": straight, "through": through, "ratio": ratio}
-            )
-        )
+        runs = {"simulated": simulated, "straight": straight, "through": through}
+        print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
     for pair in zip(straight, through, strict=True):
-        cells = [
-            ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns] for row in pair
-        ]
-        print(
-            f"{pair[0]['turn']:>5} | "
-            + " | ".join(" ".join(f"{cell:>8}" for cell in half) for half in cells)
-        )
+        line = f"{pair[0]['turn']:>5}"
+        for row in pair:
+            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
+        print(line)
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
@@ -5979,35 +6895,28 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(
-            f"{message['role']}: {message['content']}" for message in body["messages"]
-        )
+        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+        prompt = "\n".join(turns)
         cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
         self.server.slot = prompt
         time.sleep(read * self.MS / 1000)
-        timings = {
-            "cache_n": cached,
-            "prompt_n": read,
-            "prompt_ms": read * self.MS,
-            "predicted_n": 2,
-        }
+        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(
-            b"data: " + dump(answer) + b"\n\ndata: " + dump(end) + b"\n\ndata: [DONE]\n\n"
-        )
+        for event in (dump(answer), dump(end), b"[DONE]"):
+            self.wfile.write(b"data: " + event + b"\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class SimulatedHost(
-    socketserver.ThreadingTCPServer
-):  # HTTPServer would ask DNS for this machine's name
+class SimulatedHost(socketserver.ThreadingTCPServer):
+    """HTTPServer would ask DNS for this machine's name."""
+
     daemon_threads = True
     slot = ""
 
@@ -6015,21 +6924,15 @@ class SimulatedHost(
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
+        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
         print(
-            "An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens and takes"
+            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
         )
-        print(f"{SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one.")
     with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(
-                args,
-                Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"),
-                True,
-                lambda line: None,
-            )
+            compare(args, simulated, True, lambda line: None)
         finally:
             server.shutdown()
     if not args.json:
@@ -6043,20 +6946,15 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
-        backend.connect().wire.close()
+        backend.connect().close()
     except OSError as error:
-        print(
-            f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.",
-            file=sys.stderr,
-        )
+        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
+        print(told, file=sys.stderr)
         return 1
     total = args.tokens * (args.turns + 1)
-    say(
-        f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then through kvproxy."
-    )
-    say(
-        f"Straight, every turn reads the whole prompt; through kvproxy, only the first should: {total:,} tokens."
-    )
+    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
+    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
+    say(f"first should: {total:,} tokens.")
     say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), False, say)
@@ -6072,27 +6970,21 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     backend.key = os.environ.get("API_KEY", "")
     found = backend.describe()
     if not found:
-        print(
-            f"No model server answers at {backend.name()}.\nIs it running? {USUAL_PORTS} Set BACKEND_URL."
-        )
+        print(f"No model server answers at {backend.name()}.")
+        print(f"Is it running? {USUAL_PORTS} Set BACKEND_URL.")
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        print(
-            "Set API_KEY and try again."
-            if "key" in found["state"]
-            else "Try again when it is ready."
-        )
+        wants_key = "key" in found["state"]
+        print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     advice = []
     status, rows = backend.ask("/slots")
     if status != 200 or not isinstance(rows, list):
-        reason = (
-            "it wants an API key for that (API_KEY)" if status in (401, 403) else "it has no /slots"
-        )
-        print(
-            f"prompt cache: the server does not tell, {reason}; a run of `python kvproxy.py bench` shows it"
-        )
+        wants_key = status in (401, 403)
+        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
+        print(f"prompt cache: the server does not tell, {reason};")
+        print("a run of `python kvproxy.py bench` shows it")
     elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
@@ -6100,11 +6992,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
     slots, context = found.get("slots"), found.get("context")
     if slots == 1:
         advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache. -np 4 -sps 0.6 keeps conversations apart; leave --cache-ram on.")  # fmt: skip
-    elif slots is not None:
-        advice.append(
-            "With several slots, -sps 0.6 keeps those that share a system prompt from evicting each other."
-        )
+                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
     if isinstance(context, int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
@@ -6115,38 +7003,29 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = tuple(  # what a llama-server log line tells: (name, pattern); old and new wordings
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
-    for name, pattern in (
-        (
-            "slot",
-            r"slot by \w+ similarity.*?\b(?:f_)?sim\w* = (?P<sim>[\d.]+)(?:.*?\bf_keep = (?P<keep>[\d.]+))?",
-        ),
-        ("slot", r"selected slot by (?P<lru>LRU)"),
-        (
-            "prompt",
-            r"new prompt, n_ctx_slot = \d+.*?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)",
-        ),
-        ("counts", r"(?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)"),
-        ("cached", r"(?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm"),
-        ("cached", r"kv cache rm \[(?P<cached>\d+), end\)"),
-        ("full", r"[Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)"),
-        (
-            "eval",
-            r"prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens",
-        ),
-        ("cancel", r"cancel task, id_task = (?P<cancelled>\d+)"),
-        ("start", r"server is listening on|loading model"),
-    )
+    for name, pattern in (row.split(None, 1) for row in r"""
+slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    selected slot by (?P<lru>LRU)
+slot    slot is processing (?P<begins>task)
+prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
+counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
+cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
+cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
+cached  kv cache rm \[(?P<cached>\d+), end\)
+full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
+cancel  cancel task, id_task = (?P<cancelled>\d+)
+start   server is listening on|loading model""".strip().splitlines())
+]  # fmt: skip
+LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
+LOG_SLOT = re.compile(
+    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
-LOG_SLOT = re.compile(r"(?:\bid +|slot )(?P<slot>\d+) ?(?:\||:)(?: *task +(?P<task>\d+))?")
-LOG_TYPES: dict[str, type] = {
-    "lru": str,
-    "forced": str,
-    "sim": float,
-    "keep": float,
-    "ms": float,
-}  # all others: int
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_FLOATS = ("sim", "ms")
+LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -6154,24 +7033,15 @@ INSPECT_LEGEND = (
     "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
     " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
 )
-INSPECT_ADVICE = {  # the beginning of a cause -> what to do about it; `lost` brings its own
-    "system": "For a shape that kvproxy does not know, LIFT_REGEX moves the text to the newest turn, STRIP_REGEX drops it.",
-    "tools": "Tools came, went or changed: keep the list the same for the length of a conversation.",
-    "tool ": "A tool's description changed: keep it the same for the length of a conversation.",
-    "turn": "The client edits its own history (compaction and real edits cost one miss). Hybrid, recurrent and"
-    " sliding-window models may read the whole prompt again.",
-    "full re-processing": "The model is a hybrid, recurrent or sliding-window one, and there was no checkpoint in front of"
-    " the change: --ctx-checkpoints, --swa-full.",
-    "not kept": ADVICE["partly"][0].upper() + ADVICE["partly"][1:] + ".",
-    "no similar slot": "A new conversation, or its slot was taken by another one: -np 4 -sps 0.6, more --cache-ram. If it"
-    " is the same conversation every time, something near its start changes: capture it (CAPTURE_FILE) and inspect that.",
-    "low similarity": "Something near the start of the prompt changes, or conversations share a slot (-np 4 -sps 0.6):"
-    " send it through kvproxy, capture it (CAPTURE_FILE) and inspect that.",
-}
+STRAIGHT = (
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
+    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+)
 INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
     "estimated": False,
     "cause": "",
+    "cure": "",
 }
 
 
@@ -6184,32 +7054,28 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
-    number = 0  # of the last row
+    number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
         print('{"requests": [', end="")
     with file:
-        for number, row in enumerate(inspect_rows(file, size, LogReader(config)), 1):
+        for number, row in enumerate(inspect_rows(file, size, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + json.dumps(row), end="")
+                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
             else:
                 print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
             if row["cause"]:
-                new = {
-                    "cause": row["cause"],
-                    "requests": 0,
-                    "tokens": 0,
-                    "cured": 0,
-                    "example": row["what"],
-                }
-                found = findings.setdefault(row["cause"], new)
+                found = findings.setdefault(row["cause"], {
+                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
+                    "example": row["what"], "cure": row["cure"],
+                })  # fmt: skip
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found)
+        found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + json.dumps(told, indent=1) + "}")
+        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print(
@@ -6218,20 +7084,22 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
         return 1
     print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
     print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
+    if told and not reader.ledger.count:
+        print(textwrap.fill(STRAIGHT, 110))
     for found in told:
-        waste = (
-            f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read again."
-        )
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(text, 110, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
 def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
     """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
     bytes, 0: not known."""
-    shown = time.monotonic()
-    while line := file.readline(PARSE_LIMIT):
+    shown, lines = time.monotonic(), file
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
+        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+    while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
         if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
             print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
@@ -6245,17 +7113,17 @@ def inspect_line(number: int, row: Json) -> str:
         "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
     )
     sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    return INSPECT_LINE.format(number, row["name"][:28], tokens, read, sim, keep, row["what"])
+    name, what = visible(row["name"][:28]), visible(row["what"])
+    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
 
 
-def inspect_advice(found: Json) -> str:
+def inspect_advice(found: Json, config: Config) -> str:
     """What to do about a finding."""
-    if found["cause"].startswith("lost"):
-        return str(found["example"]).partition(": ")[2] + "."
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    advice = next(text for name, text in INSPECT_ADVICE.items() if found["cause"].startswith(name))
-    return (f"kvproxy cures {found['cured']} of them. " if found["cured"] else "") + advice
+    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
+    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+    return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
@@ -6263,18 +7131,14 @@ class LogReader:
     complete."""
 
     def __init__(self, config: Config) -> None:
-        limit = config.ledger_mb << 20
-        self.ledger, self.cured = (
-            Ledger(limit),
-            Ledger(limit),
-        )  # as captured, and as kvproxy would have sent it
+        self.config, limit = config, config.ledger_mb << 20
+        self.ledger = Ledger(limit)  # of prompts as captured
+        self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}  # slot -> what is known of the task in it
-        self.slot, self.longest = (
-            "?",
-            0,
-        )  # the slot that the log spoke of last; the longest prompt since a start
+        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
+        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
+        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for anything that is neither a capture's nor a log's
@@ -6304,114 +7168,120 @@ class LogReader:
         headers = {
             str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
         }
-        side = side_of(view.body, headers, view)
-        segments = segments_of(view)
-        verdict = self.ledger.judge(
-            segments, self.editor.replay.conversation(view), side, now, self.lost_at
-        )
+        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        case = self.ledger.judge(prompt, self.lost_at)
+        case.idle = now - self.ended if self.ended else 0.0
+        verdict, prompt.number = case.verdict, self.ledger.count
         told: Json = {
             key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
         }
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = sum(len(segment.text) for segment in segments) // 4
+            usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
-            settle(verdict, usage, now - self.ended if self.ended else 0.0)
+            settle(case, usage, self.config)
         self.ended = now
-        line, cured = verdict.line(), self.cure(view, side).name != "rewritten"
-        what = verdict.name + (f" ({side})" if side else "") + (f": {line}" if line else "")
-        found = dict(
-            INSPECT_ROW, name=name, what=what, sim=round(verdict.share, 3), ms=usage.prompt_ms
-        )
-        found.update(tokens=usage.prompt, read=usage.read(), estimated=estimated)
-        if line and not side:
-            found.update(cause=cause_of(verdict), cured=cured and verdict.name == "rewritten")
+        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured = self.cure(view, headers).name == "extended" and changed
+        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
+        line = verdict.line()
+        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
+        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(tokens=usage.prompt, read=usage.read())
+        if line and not prompt.side and verdict.name in ("rewritten", "lost"):
+            found.update(cause=cause_of(verdict), cured=cured)
+            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, side: str) -> Verdict:
+    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
             trace.record.answer = ANY
-        return self.cured.judge(segments_of(view), trace.conversation, side)
+        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log; what stands in front of it (docker, journal, router) does
         not matter."""
-        found = LOG_SLOT.search(text)
+        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = router[1] if router else ""
+        number = (found[2] or found[4]) if found else None
         if found:
-            self.slot = found["slot"]
+            self.slots[port] = found[1] or found[3]
+        slot = port, self.slots.get(port, "?")
         name, match = next(
             ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
         )
         if match is None:
             return []
         if name == "start":
-            return self.end()
+            return self.end(port)
         if name == "cancel":
-            slots = [
-                slot for slot, task in self.tasks.items() if task.get("task") == match["cancelled"]
+            number = match["cancelled"]
+            ended = [
+                key
+                for key, task in self.tasks.items()
+                if (key[0], task.get("task")) == (port, number)
             ]
-            return [self.close(slot, ", cancelled") for slot in slots]
-        task, done = self.tasks.get(self.slot, {}), []
+            return [self.close(slot, ", cancelled") for slot in ended]
+        task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
-        if name == "slot" or (
-            known and name in ("prompt", "counts")
-        ):  # the slot's next task begins
-            done = [self.close(self.slot)] if known else []
-            task = {}
-        self.tasks[self.slot] = task
-        if found and found["task"]:
-            task["task"] = found["task"]
+        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
+            done = [self.close(slot)] if known else []
+            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        self.tasks[slot] = task
+        if number:
+            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts":
+                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
+                task[key] = kind(value)
+        if name == "slot" and (keep := LOG_KEEP.search(text)):
+            task["keep"] = float(keep[1])
+        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(self.slot)] if name == "eval" else done
+        return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: str, suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
-        task = self.tasks.pop(slot)
-        tokens, read, cached, sim, keep = (
-            task.get(key) for key in ("tokens", "read", "cached", "sim", "keep")
-        )
-        if read is None and tokens is not None and cached is not None:
-            read = tokens - cached
-        size = tokens or read or 0
-        first, self.longest = size > 2 * self.longest, max(size, self.longest)
-        cause, what = "", "read" if tokens is None else "reused"
+        task, port = self.tasks.pop(slot), slot[0]
+        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
+        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
+        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        if read is None and tokens is not None and "cached" in task:
+            read = row["read"] = tokens - task["cached"]
+        size, longest = tokens or read or 0, self.longest.get(port, 0)
+        self.longest[port] = max(size, longest)
+        mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full {task['forced'].strip()}"
-        elif size > 512 and read is not None and tokens is not None and 2 * read > tokens:
-            if sim is not None and sim >= 0.5:
-                cause, what = "not kept", "the slot held a similar prompt, but most was read again"
-            elif sim is not None:
-                cause, what = "low similarity", "little in common with what the slot held"
-            elif first:
-                what = "first prompt of its length"
-            else:
-                cause, what = "no similar slot", "no slot held a similar prompt"
-        if keep is not None and keep < 0.5 and sim is not None and sim >= 0.5:
-            what += ", and most of what the slot held was thrown away (-sps 0.6)"
-        row = dict(INSPECT_ROW, name=f"slot {slot}", what=what + suffix, cause=cause)
-        return row | {
-            "tokens": tokens,
-            "read": read,
-            "sim": sim,
-            "keep": keep,
-            "ms": task.get("ms"),
-        }
+            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
+        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
+            row["what"] = "first prompt of its length"
+        elif mostly and sim is None:
+            row.update(cause="no similar slot", what="no slot held a similar prompt")
+        elif mostly and sim < 0.5:
+            row.update(cause="low similarity", what="little in common with what the slot held")
+        elif mostly:
+            row.update(
+                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            )
+        elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
+            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
+        else:
+            row["what"] = "read" if tokens is None or read == tokens else "reused"
+        row["what"] += suffix
+        return row
 
-    def end(self) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server was started
-        anew."""
-        done = [self.close(slot) for slot, task in list(self.tasks.items()) if "tokens" in task]
-        self.tasks.clear()
-        self.longest = 0
+    def end(self, port: str | None = None) -> list[Json]:
+        """The rows of tasks that no line will end: the log stops here, or the server at a port was
+        started anew."""
+        ended = [slot for slot in self.tasks if port in (None, slot[0])]
+        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
+        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
+        self.longest.pop(port or "", None)
         return done
 
 
@@ -6420,6 +7290,8 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
+    if verdict.kind == "reasoning":
+        return "turns, whose reasoning is no longer sent"
     place = "turn" if verdict.where.startswith("turn ") else verdict.where
     if verdict.kind in ("taken out", "put in"):
         start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
@@ -6435,22 +7307,18 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: argparse.Namespace, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    try:
-        handler = (
-            logging.FileHandler(config.log_file, encoding="utf-8")
-            if config.log_file
-            else logging.StreamHandler()
-        )
-    except OSError as error:
-        raise ConfigError(f"LOG_FILE={config.log_file!r}: cannot be written ({error})") from error
+    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host}"
-        print(f"{where} cannot be used: {error}. Set LISTEN_PORT or LISTEN_HOST.", file=sys.stderr)
+        why = error.strerror or error
+        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
         return 1
+    for name, wanted in misspelt(os.environ):
+        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     with contextlib.suppress(KeyboardInterrupt):
         for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
             if hasattr(signal, name):
@@ -6470,50 +7338,109 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
+    url = f"http://[{host}]" if ":" in host else f"http://{host}"
+    url += f":{config.listen_port}"
+    there = urllib.parse.urlsplit(url)
+    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
+    owner = str(members(next(iter(models), None)).get("owned_by"))
+    if owner in OWNERS:
+        line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
+        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
+def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The settings among a command line's words (NAME=value), and the other words. Raises ConfigError
+    for a word that is neither setting nor command nor option."""
+    settings, others = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
+            if not is_setting(name.upper()):
+                raise ConfigError(f"{name} is no setting{nearest(name)}")
+            settings[name.upper()] = value
+        else:
+            others.append(word)
+    for word in others:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
+            raise ConfigError(f"{option} is no option{nearest(option)}")
+    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
+        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
+    return settings, others
+
+
+def nearest(word: str) -> str:
+    """The command or setting that a word is most like, as the end of a sentence."""
+    if "://" in word or BARE_URL.fullmatch(word):
+        return f"; write BACKEND_URL={word}"
+    name = word.strip("-").replace("-", "_").upper()
+    settings = [item.name.upper() for item in dataclasses.fields(Config)]
+    found = [setting for setting in settings if name == setting or name in setting.split("_")]
+    if not found:
+        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
+        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
+    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    return (f"; nearest: {told}" if told else "") + "; --help lists all"
+
+
+OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    lines = ["settings (environment variables):"]
+    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, 118, subsequent_indent=" " * 21))
-    parser = argparse.ArgumentParser(
+        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
+    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
+    parser = Parser(
         prog="kvproxy.py",
-        description="Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts.",
+        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
+        description=textwrap.fill(about, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(run=command_serve)
-    for name, run, text in (
-        ("serve", command_serve, "listen and forward (the default)"),
-        ("demo", command_demo, "show the effect on a simulated server; needs nothing"),
-        (
-            "bench",
-            command_bench,
-            "measure the effect on the server at BACKEND_URL (API_KEY: its key)",
-        ),
-        ("inspect", command_inspect, "explain a capture or a llama-server log"),
-        (
-            "check",
-            command_check,
-            "tell what the backend is and what hurts its cache (API_KEY: its key)",
-        ),
-    ):
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
+    for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            tokens = 6000 if name == "demo" else 16000
-            command.add_argument(
-                "--tokens", type=positive, default=tokens, help="length of the prompt [%(default)s]"
-            )
-            command.add_argument(
-                "--turns", type=positive, default=5, help="turns of the conversation [%(default)s]"
-            )
+            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in numbers.items():
+                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
+            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log"),
+    "check": (
+        command_check,
+        "tell what the backend is and what hurts its cache (API_KEY: its key)",
+    ),
+}
 
 
 def positive(text: str) -> int:
@@ -6525,13 +7452,13 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    if reconfigure := getattr(
-        sys.stdout, "reconfigure", None
-    ):  # texts may hold what its encoding does not
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
-    args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args, Config.from_env(os.environ)))
+        settings, words = read_words(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
+        return int(args.run(args, Config.from_env({**os.environ, **settings})))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2
