@@ -3015,6 +3015,11 @@ def client(rp_rig: Rig, request: pytest.FixtureRequest) -> RpClient:
     return RpClient(rp_rig, request.param)
 
 
+def rp_some(rig: Rig, number: int) -> RpClient:
+    """A client of one of the dialects: the cases of a table go through all of them in turn."""
+    return RpClient(rig, RP_DIALECTS[number % len(RP_DIALECTS)])
+
+
 @pytest.fixture
 def chat(rp_rig: Rig) -> RpClient:
     """A client of one dialect, where the others make no difference."""
@@ -3317,7 +3322,7 @@ def test_lift_conserves_every_word(seed: int) -> None:
     texts = [text for _, text in RP_LIFTED] + RP_SPARED + scrub_texts()
     texts += [start + piece for start, piece, _ in SCRUB_HOSTILE.values()]
     rows = (*kvproxy.LIFTS, kvproxy.own_lift("first|Live"))
-    for _ in range(500):
+    for _ in range(200):
         system = "\n".join(dice.choices(texts, k=dice.randrange(1, 7)))
         left, found = kvproxy.lift_text(system, rows)
         after = "".join([left, *(piece for _, piece in found)])
@@ -3595,11 +3600,8 @@ def rp_restored(client: RpClient, turns: list[RpTurn] = RP_WENT_ON) -> bool:
 @pytest.mark.parametrize(
     "name", ["Authorization: Bearer", "X-Api-Key:", "Api-Key:", "X-Forwarded-For:", "Forwarded:"]
 )
-def test_replay_is_kept_for_each_client(client: RpClient, name: str) -> None:
-    ann, bob = (
-        RpClient(client.rig, client.dialect, f"{name} {who}-{client.dialect}\r\n")
-        for who in ("ann", "bob")
-    )
+def test_replay_is_kept_for_each_client(rp_rig: Rig, name: str) -> None:
+    ann, bob = (RpClient(rp_rig, "chat", f"{name} {who}\r\n") for who in ("ann", "bob"))
     ann.send(RP_HELLO, "Hello!")
     assert not rp_restored(bob)
     assert rp_restored(ann)
@@ -3668,13 +3670,13 @@ RP_HEARD: list[tuple[RpAnswer, RpTurn, bool]] = [
 
 
 @pytest.mark.parametrize("case", range(len(RP_HEARD)))
-def test_replay_needs_the_answer_that_was_heard(client: RpClient, case: int) -> None:
+def test_replay_needs_the_answer_that_was_heard(rp_rig: Rig, case: int) -> None:
     answer, came, same = RP_HEARD[case]
     turns = [("user", "hi"), came, *([("results", came[1])] if came[0] == "calls" else [])]
     for stream in (False, True) if isinstance(answer, str) else (False,):
-        again = RpClient(client.rig, client.dialect)
-        again.send(RP_HELLO, answer, stream=stream)
-        assert rp_restored(again, [*turns, ("user", "go on")]) == same
+        client = rp_some(rp_rig, case)
+        client.send(RP_HELLO, answer, stream=stream)
+        assert rp_restored(client, [*turns, ("user", "go on")]) == same
 
 
 def rp_chunks(link: Link, *deltas: RpJson) -> None:
@@ -3810,7 +3812,7 @@ def test_replay_hears_whole_answers() -> None:
 def test_replay_in_doubt_forwards_what_came(client: RpClient, answers: list[Any]) -> None:
     """Same words, same answer, or one that nobody could read, and other text: neither is offered."""
     for name, answer in zip(["Ann", "Bob"], answers, strict=True):
-        unread: Script = lambda link, seen: link.reply({})  # noqa: E731
+        unread: Script = lambda link, seen: link.reply({})
         client.send([("user", rp_block(name) + "hi")], answer or unread)
     for turns in (RP_WENT_ON, [*RP_WENT_ON, ("assistant", "ok"), ("user", "more")]):
         assert client.send(turns) == client.came(turns)
@@ -3932,10 +3934,10 @@ RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client se
 
 
 @pytest.mark.parametrize("dress", RP_DRESSES)
-def test_replay_restores_what_a_client_took_off(client: RpClient, dress: str) -> None:
+def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None:
     """Decorated while newest, bare for ever after: history is sent as it was, in a tool loop too;
     and the newest text goes as it comes."""
-    wear = RP_DRESSES[dress]
+    client, wear = rp_some(rp_rig, list(RP_DRESSES).index(dress)), RP_DRESSES[dress]
     history: list[RpTurn] = []
     before: list[str] = []
     for number in range(3):
@@ -4204,9 +4206,10 @@ def test_replay_no_event_is_lost(client: RpClient) -> None:
     "Delivery: tomorrow", "[from: the office]", "[media attached: it did not work]", "", "   ",
     "[Replying to you]\nno\n[/Replying]", "Current message:\n#1 Ann: ", "[Tue 2026-12-01 07:05 UTC]",
 ])  # fmt: skip
-def test_replay_what_a_person_may_have_typed_is_no_carrier(client: RpClient, typed: str) -> None:
+def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: str) -> None:
     """A message that only looks like a decoration is sent whenever it is said, in its place; and one
     that is deleted is gone."""
+    client = rp_some(rp_rig, len(typed))
     turns: list[RpTurn] = [("user", "one"), ("user", typed)]
     for _ in range(2):
         assert client.send(turns) == client.came(turns)
@@ -4604,13 +4607,13 @@ def test_replay_memory_is_bounded() -> None:
     """Conversations with system prompts, tools and texts of their own, in one megabyte."""
     desk = RpDesk(replay_mb=1)
     lines, tools = desk.replay.lines, desk.replay.tools
-    for number in range(400):
-        dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 400)}"
+    for number in range(250):
+        dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 700)}"
         system = f"System {number % 50}\n{rp_date('2026-12-01')}"
         desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
-        if number % 100 == 99:
+        if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 100 < len(lines.used) < 400 and len(desk.replay.lifts) <= 16
+    assert 50 < len(lines.used) < 250 and len(desk.replay.lifts) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
     assert tools.size == sum(size for _, size in tools.entries.values())
 
@@ -4711,9 +4714,9 @@ def test_tools_in_use_outlive_what_is_not() -> None:
     desk = RpDesk(replay_mb=1)
     tools = [rp_tool(name) for name in ("read", "write", "run")]
     store = desk.replay.tools
-    for number in range(400):
+    for number in range(60):
         desk.send([("user", f"q{number}")], tools=tools)
-        desk.send([("user", f"r{number}")], tools=[rp_tool(f"t{number}", more="x" * 1000)])
+        desk.send([("user", f"r{number}")], tools=[rp_tool(f"t{number}", more="x" * 3000)])
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
     assert store.size == sum(size for _, size in store.entries.values())
@@ -4748,7 +4751,7 @@ class RpLock:
 def test_replay_holds_its_locks_for_single_steps() -> None:
     """What is done under them does not grow with a request."""
     most = []
-    for length in (2, 40, 800):
+    for length in (2, 40, 400):
         desk = RpDesk()
         lines, tools = RpLock(), RpLock()
         desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
@@ -4920,7 +4923,7 @@ def rp_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = rp_parsed(monkeypatch)
-    front = ",".join(["[1]"] * 3000)
+    front = ",".join(["[1]"] * 1000)
     for inner in (
         '{"role":"x"},5',
         '{"role":"x"}',
