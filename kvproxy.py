@@ -1871,7 +1871,7 @@ class Replay:
                 self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
-        self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
+        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None  # it goes as it came
@@ -2526,14 +2526,14 @@ class Tools:
         self.limit, self.size = limit, 0  # bytes
         self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
-    def get(self, *key: Any) -> Any:
-        """What was put there, or None. It is used now."""
-        place = hash(key)
+    def get(self, client: bytes, *key: Any) -> Any:
+        """What was put there by a client, or else by the warm-up; or None. It is used now."""
         with self.lock:
-            if place not in self.entries:
-                return None
-            self.entries.move_to_end(place)
-            return self.entries[place][0]
+            for place in (hash((client, *key)), hash((b"", *key))):
+                if place in self.entries:
+                    self.entries.move_to_end(place)
+                    return self.entries[place][0]
+        return None
 
     def put(self, value: Any, size: int, *key: Any) -> None:
         """Keep a value; what takes more than half of the room is not worth all the others."""
@@ -2549,6 +2549,7 @@ class Tools:
     def apply(
         self,
         view: View,
+        client: bytes,
         conversation: str,
         follows: bool,
         report: Report,
@@ -2562,19 +2563,19 @@ class Tools:
         if not tools:
             return
         listing = hash(json.dumps(tools))
-        order = self.get("unchanged", listing)
+        order = self.get(client, "unchanged", listing)
         for name in order or ():
-            self.get("form", name)  # it is in use
-        if order is None or self.get("order", frozenset(order)) is None:
+            self.get(client, "form", name)  # it is in use
+        if order is None or self.get(client, "order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
             if len(known) != len(names):
                 return
             forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get("form", name) or forms[name] for name in names}
-            order = self.get("order", frozenset(names))
+            first = {name: self.get(client, "form", name) or forms[name] for name in names}
+            order = self.get(client, "order", frozenset(names))
             if order is None:
-                before = (self.get("talk", conversation) if follows else None) or []
+                before = (self.get(client, "talk", conversation) if follows else None) or []
                 old = set(before)
                 order = before + [name for name in names if name not in old]
                 if not old <= known:
@@ -2583,14 +2584,14 @@ class Tools:
                 view.body["tools"] = [json.loads(first[name]) for name in order]
                 report.tools_restored += 1
             elif learn:
-                self.put(order, 200 + 40 * len(order), "unchanged", listing)
+                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
             if learn:
                 for name, form in first.items():
                     if form is forms[name]:
-                        self.put(form, 300 + len(form), "form", name)
-                self.put(order, 200 + 40 * len(order), "order", frozenset(names))
+                        self.put(form, 300 + len(form), client, "form", name)
+                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
         if learn:
-            self.put(order, 200 + 40 * len(order), "talk", conversation)
+            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
 
 
 # ==================================================================================================
@@ -5592,7 +5593,7 @@ class Warmup:
                 if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass

@@ -2758,7 +2758,7 @@ def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> N
             exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
             exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
             proxy.prepare(exchange)
-            proxy.quiet(exchange)
+            proxy.explain(exchange)
             assert exchange.report.note in ("", "nested too deeply")
             assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
     assert log.lines == []
@@ -4045,18 +4045,20 @@ def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: 
         note = rp_reminder(f"Rules of this project:\n{rules}")
         return [("user", [note, "one"] if part else f"{note}\none")]
 
-    before = client.send(opening("Use tabs."))
+    before = client.send(opening("Use: tabs."))
     history: list[RpTurn] = []
-    for step, rules in enumerate(["Use spaces.", "Use spaces.", "Use tabs.", "Use tabs."]):
+    for step, rules in enumerate(["Use: spaces.", "Use: spaces.", "Use: tabs.", "Use: tabs."]):
         history += [("assistant", "ok"), ("user", f"go {step}")]
-        client.post(client.body(opening("Use nothing.") + history), path="/input_tokens")
+        client.post(client.body(opening("Use: nothing.") + history), path="/input_tokens")
         before = client.extends(before, opening(rules) + history)
-        assert re.findall("Use [a-z]+[.]", "\n".join(before))[-1] == rules
+        assert re.findall("Use: [a-z]+[.]", "\n".join(before))[-1] == rules
         assert before[-1].endswith(f"go {step}") and ("Use" in before[-1]) == (step in (0, 2))
     history += [("calls", ["c1"]), ("results", ["c1"])]
-    prompt = client.send(opening("Use nothing.") + history)
+    prompt = client.send(opening("Use: nothing.") + history)
     assert prompt[: len(before) - 1] == before[:-1]
-    assert "Use nothing." in prompt[len(before) - 1] and "Use" not in "".join(prompt[len(before) :])
+    assert "Use: nothing." in prompt[len(before) - 1] and "Use" not in "".join(
+        prompt[len(before) :]
+    )
 
 
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
@@ -4104,7 +4106,8 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nMode: c\n</r>"], False),
     ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nTabs: c\n</r>"], True),
     ("reminder", "<r>\n# Rules\nx\n</r>", "<r>\n# Rules\ny\n</r>", ["<r>\n# Rules\nz\n</r>"], False),
-    ("environment", "<e>\nx\n</e>", "<e>\ny\n</e>", [], True),
+    ("reminder", "<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),
+    ("environment", "<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", [], True),
     ("environment", "<e>\nx\n</e>", "<e>\ny\n</e>", ["<e>\nz\n</e>"], False),
 ])  # fmt: skip
 def test_replay_rewritten_block_has_a_place(
@@ -4900,7 +4903,6 @@ def test_reader_bodies_that_grow_and_change(case: str) -> None:
                 items.append(new)
         assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
         assert 0 < reader.size <= reader.limit
-        assert reader.size == sum(map(kvproxy.turn_size, reader.known))
 
 
 def test_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
