@@ -112,9 +112,6 @@ def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **check})
 
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every setting; the environment variable of the same name is in upper case.
@@ -125,21 +122,14 @@ class Config:
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
     backend_url: str = setting(
-        "",
-        "the model server, http or https, a path prefix is kept; unset: the first of"
-        " 127.0.0.1:8080, :9931, :12345 that answers like a model server",
-        kind="url",
+        "", "model server; unset: what answers on 127.0.0.1:8080, :9931 or :12345", kind="url"
     )
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
     strip_message_ids: str = setting(
-        "system",
-        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts too",
-        choices=("0", "1", "system"),
+        "system", "drop OpenClaw's ids; 1: from user texts, too", choices=("0", "1", "system")
     )
     strip_timestamps: str = setting(
-        "auto",
-        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] before user texts; auto: only with REPLAY=0",
-        choices=("auto", "0", "1"),
+        "auto", "drop OpenClaw's time stamps; auto: only with REPLAY=0", choices=("auto", "0", "1")
     )
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
@@ -163,7 +153,7 @@ class Config:
     max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
-    log_level: str = setting("info", "how much is logged", choices=LOG_LEVELS)
+    log_level: str = setting("info", "verbosity", choices=("debug", "info", "warning", "error"))
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
@@ -199,12 +189,11 @@ class Config:
         """(variable, default, meaning) of every setting, for --help and the README."""
         rows = []
         for item in dataclasses.fields(cls):
-            default: Any = item.default
-            shown = f"{default:g}" if isinstance(default, (int, float)) else default or ""
-            name, more = item.name.upper(), ""
-            if item.metadata.get("kind") == "regex":
-                more = f"; more: {name}_2, _3, ..."
-            rows.append((name, shown, item.metadata["help"] + more))
+            name, default, about = item.name.upper(), item.default, item.metadata["help"]
+            if default == ():
+                rows.append((name, "", f"{about}; more: {name}_2, _3, ..."))
+            else:
+                rows.append((name, str(default) if type(default) is str else f"{default:g}", about))
         return rows
 
 
@@ -231,10 +220,8 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
-_WORDS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
 _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
@@ -329,13 +316,8 @@ UNSAID_PARTS = (
 )
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
-ITEM_ROLES = {  # Responses items that are no messages
-    "function_call": "assistant",
-    "custom_tool_call": "assistant",
-    "reasoning": "reasoning",
-    "function_call_output": "tool",
-    "custom_tool_call_output": "tool",
-}
+ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
+ROLES |= {"function_call_output": "tool", "custom_tool_call_output": "tool"}
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
@@ -463,8 +445,8 @@ class View:
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
     tool results has the role tool."""
-    known, name = (ROLES, item["role"]) if "role" in item else (ITEM_ROLES, item.get("type"))
-    role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
+    name = item["role"] if "role" in item else item.get("type")
+    role = ROLES.get(str(name), "other")  # str: a client may send what cannot be hashed
     parts = listed(item.get("content")) if role == "user" else []
     if parts and all(members(part).get("type") == "tool_result" for part in parts):
         role = "tool"
@@ -647,8 +629,8 @@ class Reader:
                 return turns, at
 
     def turn(self, item: Any, raw: bytes) -> Turn:
-        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's: what is
-        cut out of a system text depends on those before it."""
+        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's; what
+        is cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         if known := self.known.get(raw):
@@ -724,7 +706,7 @@ def without(text: str, spans: list[Span]) -> str:
     return "".join([*kept, text[at:]])
 
 
-# --- decorations: what OpenClaw and others put in front of a user text, and behind it --------------
+# --- decorations: what clients put in front of a user text, and behind it -------------------------
 
 _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
@@ -801,42 +783,45 @@ def lead(text: str) -> list[Lead]:
     return found
 
 
-def only_lead(text: str) -> bool:
-    """Whether a part of a user turn holds decorations alone, so that the next part begins what the
-    person wrote."""
-    found = lead(text)
-    return not text[found[-1].end if found else 0 :].strip()
+# --- JSON members, cut where they stand: the layout of what stays is kept -------------------------
 
-
-# --- JSON members, cut where they stand: the layout of what stays is kept --------------------------
-
-ID_KEYS = frozenset(
-    ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
-)
+ID_KEYS = frozenset("message_id message_id_full reply_to_id reply_to_id_full message_sid".split())
 INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
+_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+# Any word passes for a value: it is enough to know where a value ends.
+JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
+JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
 MEMBER_END = re.compile(r"\s*(,\s*)?")
-_json_at = json.JSONDecoder().raw_decode
-
-
-def json_end(text: str, start: int) -> int:
-    """Where the JSON value at text[start] ends; -1 where none stands."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return _json_at(text, start)[1]
-    return -1
 
 
 def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON value at text[start] ends (-1: none stands there), and its members of those
-    names, at any depth."""
-    end = json_end(text, start)
+    """Where the JSON object or array at text[start] ends (-1: none stands there), and its members
+    of those names, at any depth."""
+    quoted = {f'"{name}"' for name in names}
     found: list[Span] = []
-    done = start
-    name_of_one = re.compile(rf'(?<!\\)"(?:{"|".join(names)})"\s*:\s*')
-    for name in name_of_one.finditer(text, start, max(start, end)):
-        if name.start() >= done:  # else it stands within another
-            done = json_end(text, name.end())
-            found.append((name.start(), done))
-    return end, found
+    at, depth = start, 0
+    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
+    while token := JSON_TOKEN.match(text, at):
+        word, at = token[1], token.end()
+        if word in "{[":
+            depth += 1
+        elif not depth:
+            break
+        elif word in "}]":
+            depth -= 1
+            if member >= 0 and depth == outside:
+                found.append((member, at))
+                member = -1
+            if not depth:
+                return at, found
+        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
+            at = value.end()
+            if text.startswith(("{", "["), at):
+                member, outside = token.start(1), depth
+            else:
+                found.append((token.start(1), at))
+    return -1, []
 
 
 def with_commas(text: str, members: list[Span]) -> list[Span]:
@@ -851,29 +836,29 @@ def with_commas(text: str, members: list[Span]) -> list[Span]:
         # the last one of its object: the comma before it goes
         while spans and spans[-1][1] == start:
             start = spans.pop()[0]
-        while text[start - 1].isspace():
-            start -= 1
-        if text[start - 1] == ",":
+        while text[start - 1] in " \t\r\n,":
             start -= 1
         spans.append((start, behind.end() if text[start - 1] == "{" else end))
     return spans
 
 
 def inbound_objects(text: str) -> Iterator[int]:
-    """Where OpenClaw's inbound objects begin in a system prompt. Clients write one, and its schema
-    first, or behind few other members."""
+    """Where OpenClaw's inbound objects begin in a system prompt; clients write one."""
     for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
         start = mark.start()
-        for _ in range(8):
-            start = text.rfind("{", max(0, mark.start() - 4096), start)
+        room = max(0, start - INBOUND_ROOM)
+        for _ in range(16):
+            start = text.rfind("{", room, start)
             if start < 0:
                 break
-            if json_end(text, start) > mark.start():
-                yield start
+            line = max(room, text.rfind("\n", room, start))
+            quotes = text.count('"', line, start) - text.count('\\"', line, start)
+            if quotes % 2 == 0 and json_members(text, start, ())[0] > mark.start():
+                yield start  # no string holds this bracket
                 break
 
 
-# --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
+# --- the rules: a text and the decorations at its start in, what has to go out --------------------
 
 Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
@@ -924,13 +909,14 @@ def cut_billing(text: str, _: list[Lead]) -> Cuts:
 
 
 class Rule(NamedTuple):
-    """A row of the table."""
+    """Texts of `role` (only the first system text, if `first`) that hold one of `markers` lose what
+    `cuts` finds; `counter` is the field of Report for it."""
 
-    role: str  # whose texts it looks at
-    first: bool  # only the first text of that role
+    role: str
+    first: bool
     cuts: Callable[[str, list[Lead]], Cuts]
-    counter: str  # the field of Report that counts its removals
-    markers: Iterable[str]  # one of them must be in the text before any work is done
+    counter: str
+    markers: Iterable[str]
 
 
 ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
@@ -946,8 +932,7 @@ OPENCLAW = re.compile(
 
 
 def from_openclaw(view: View) -> bool:
-    """Whether a request is OpenClaw's: its system prompt has a shape that only OpenClaw writes, or a
-    user text begins with one."""
+    """Whether the system prompt has, or a user text begins with, what only OpenClaw writes."""
     if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
         return True
     texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
@@ -1019,7 +1004,7 @@ class Scrubber:
             text, spans = slot.get(), []
             due = [rule for rule in rules if first or user or not rule.first]
             due = [rule for rule in due if any(marker in text for marker in rule.markers)]
-            leads = lead(text) if due and user else []
+            leads = lead(text) if user else []
             for rule in due:
                 found, removed = rule.cuts(text, leads)
                 if removed:
@@ -1028,7 +1013,7 @@ class Scrubber:
             if spans:
                 slot.set(without(text, spans))
             first = False
-            if user and not only_lead(text):
+            if user and text[leads[-1].end if leads else 0 :].strip():
                 break  # what follows the person's words was pasted or attached
         return counts
 
@@ -1106,24 +1091,22 @@ def system_first(
         beside_texts(turn)[0] for turn in systems
     ):
         return  # a system message without text, or with more than text: an unknown shape
-    leading = view.leading()
-    started = bool(view.head)
+    leading, started, cares = view.leading(), bool(view.head), pays(view)
     front: list[Turn] = []  # what is merged
     turns: list[Turn] = []
-    cares = pays(view)
-    for turn in view.turns[:leading]:
-        text = turn.text()
-        known = len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text)
-        merged = known or not cares or not (started or front)
+    early = True  # no answer, and no system message behind the leading ones, came yet
+    for at, turn in enumerate(view.turns):
+        early = early and turn.role not in ("assistant", "tool")
+        merged = False
+        if early and turn.role == "system":
+            text = turn.text()
+            long, known = len(text) >= LONG_PROMPT, KNOWN_TO_STAY.match(text) is not None
+            if at < leading:
+                merged = long or known or not cares or not (started or front)
+            else:
+                merged = known or (long and stays(turn))
+                early = False
         (front if merged else turns).append(turn)
-    later = view.turns[leading:]
-    early = itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), later)
-    if late := next((turn for turn in early if turn.role == "system"), None):
-        text = late.text()
-        if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(late)):
-            front.append(late)
-            later.remove(late)
-    turns += later
     report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
     if front and not started:
         base = front.pop(0).own()
@@ -1220,11 +1203,7 @@ def scrub(
 # ==================================================================================================
 
 
-class Piece(NamedTuple):
-    """What one row found in a system text: where it stands, and what it says."""
-
-    spans: list[Span]
-    text: str
+Piece = tuple[list[Span], str]  # what one row found: where it stands, and what it says
 
 
 class Lift(NamedTuple):
@@ -1262,7 +1241,7 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
         while (at := text.find(marker, at)) >= 0:
             match = compiled.match(text, text.rfind("\n", 0, at) + 1)
             if match:
-                yield Piece([match.span()], match.group().strip())
+                yield ([match.span()], match.group().strip())
             at = match.end() if match else text.find("\n", at) + 1 or len(text)
 
     return Lift(label, marker, find)
@@ -1274,7 +1253,7 @@ def inbound_member(name: str) -> Lift:
     def find(text: str) -> Iterator[Piece]:
         for start in inbound_objects(text):
             for found in json_members(text, start, (name,))[1]:
-                yield Piece(with_commas(text, [found]), text[slice(*found)])
+                yield (with_commas(text, [found]), text[slice(*found)])
 
     return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 
@@ -1309,7 +1288,7 @@ def git_snapshot(label: str, marker: str, first: str, needed: str, **other: str)
                 while text.startswith("\n", at):
                     at += 1
             if left.keys().isdisjoint(needed.split(", ")):
-                yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
+                yield ([(start, end + text.startswith("\n", end))], text[start:end].strip())
 
     return Lift(label, marker, find)
 
@@ -1363,7 +1342,7 @@ def own_lift(pattern: str) -> Lift:
                 done = text.find("\n", match.end() - 1) + 1 or len(text)
                 spans.append((start, done))
         if found := "".join(text[start:end] for start, end in spans).strip():
-            yield Piece(spans, found)
+            yield (spans, found)
 
     return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
 
@@ -1394,13 +1373,13 @@ def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         if inside is None:
             inside = fences(text)
-        start, end = piece.spans[0]
+        start, end = piece[0][0]
         at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
         if at == len(inside) or inside[at][0] >= end:
             yield piece
         elif at > tried:
             tried = at
-            if text[slice(*inside[at])].strip() == piece.text:
+            if text[slice(*inside[at])].strip() == piece[1]:
                 yield piece
 
 
@@ -1417,8 +1396,9 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
             pieces = counting(text, pieces)
         some = list(itertools.islice(pieces, 2))
         if len(some) == 1:
-            found.append((row.label, some[0].text))
-            text = without(text, some[0].spans)
+            spans, said = some[0]
+            found.append((row.label, said))
+            text = without(text, spans)
     return text, found
 
 
