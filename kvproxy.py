@@ -6268,7 +6268,7 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
 dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
+pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
 rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
@@ -6594,10 +6594,11 @@ def json_lines(raw: bytes | bytearray) -> Iterator[str]:
     """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
     Only one string at a time is parsed: the values of a whole body would take too much memory."""
     text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
+    decode = json.JSONDecoder(strict=False).raw_decode
     while found := JSON_TOKEN.match(text, at):
         token, at = found[1], found.end()
         if token == '"':
-            value, at = json.JSONDecoder(strict=False).raw_decode(text, at - 1)
+            value, at = decode(text, at - 1)
             start, line = 0, line + token
             while (end := value.find("\n", start)) >= 0:
                 yield line + shortened(value[start:end])
@@ -6605,16 +6606,15 @@ def json_lines(raw: bytes | bytearray) -> Iterator[str]:
             line += shortened(value[start:]) + token
             continue
         if token in "]}":
-            depth -= 1
             if line.strip():
                 yield line
-        line = (line if token not in "]}" else " " * min(depth, 50)) + token
+            depth -= 1
+            line = " " * min(depth, 50)
+        line += ": " if token == ":" else token
         if token in ",[{":
             yield line
             depth += token != ","
             line = " " * min(depth, 50)
-        elif token == ":":
-            line += " "
     yield line
 
 
@@ -6626,6 +6626,7 @@ def shortened(line: str) -> str:
 
 
 def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
+    """Four bytes for each line of a JSON text, for finding those that differ."""
     return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
 
 
@@ -6654,10 +6655,7 @@ def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[lis
     for a, b in zip(*windows, strict=True):
         matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
         for group in matcher.get_grouped_opcodes(2):
-            rows, head = (
-                list[str](),
-                f"@@ -{a.start + group[0][1] + 1} +{b.start + group[0][3] + 1} @@",
-            )
+            rows = list[str]()
             for tag, low, high, new_low, new_high in group:
                 at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
                 if skipped and at_cut and tag in ("insert", "delete"):
@@ -6665,7 +6663,8 @@ def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[lis
                 rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
                 rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
             if any(row[0] != " " for row in rows):
-                told += [head, *rows]
+                first, new_first = a[group[0][1]], b[group[0][3]]
+                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
     return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
 
 
@@ -6698,7 +6697,7 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
@@ -6741,20 +6740,18 @@ def play(url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
         if args.command == "bench" and not args.json:
-            print(f"  turn {turn} of {args.turns}: {ms:,.0f} ms")
+            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
     return rows
 
 
 def compare(args: argparse.Namespace, config: Config) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
     print both runs."""
-    straight = play(config.backend_url, args, config.read_timeout)
-    if args.command == "bench" and not args.json:
-        print()
+    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
     with Proxy(dataclasses.replace(config, **quiet)) as proxy:
-        through = play(proxy.url, args, config.read_timeout)
+        through = play("through kvproxy", proxy.url, args, config.read_timeout)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
@@ -7321,10 +7318,7 @@ COMMANDS = {
     "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
     "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
     "inspect": (command_inspect, "explain a capture or a llama-server log"),
-    "check": (
-        command_check,
-        "tell what the backend is and what hurts its cache (API_KEY: its key)",
-    ),
+    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 
 
