@@ -19,12 +19,11 @@ write message ids, clocks, git snapshots and moving context blocks near the fron
 reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
 begins with what the server has already read:
 
-client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client |
-| store        usage -> explain -> log, page, metrics
+    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
+                                                              usage -> explain -> log, page
 
 The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file:
-payload in, payload and report out.
+Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -38,11 +37,12 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, and this is %d.%d. Try python3.12, or: uv run kvproxy.py"
+    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
     sys.exit(TOO_OLD % sys.version_info[:2])
 
 import argparse
 import array
+import bisect
 import codecs
 import collections
 import contextlib
@@ -96,127 +96,74 @@ Json = dict[str, Any]
 
 
 # ==================================================================================================
-# Configuration: one dataclass feeds the environment, --help, the README table and the check of
-# values
+# Configuration: one dataclass feeds the environment, --help and the check of values
 # ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting has a value that cannot be used; the message names the variable, the value and what
-    is allowed."""
+    """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, **check: Any) -> Any:
-    """A Config field: `help` for --help and README; `check` is low/high, choices, or a kind (host,
-    url, regex)."""
+def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
+    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
+    or the `kind` says it (host, url, regex)."""
+    if span:
+        check["low"], check["high"] = span
     return dataclasses.field(default=default, metadata={"help": help, **check})
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting, as a field here and as the environment variable of the same name in upper
-    case.
+    """Every setting; the environment variable of the same name is in upper case.
 
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
 
-    listen_host: str = setting(
-        "127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in", kind="host"
-    )
-    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", low=0, high=65535)
+    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
+    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
     backend_url: str = setting(
         "",
-        "the model server, http or https, a path prefix is kept; unset: the first of 127.0.0.1:8080, :9931, :12345"
-        " that answers like a model server",
+        "the model server, http or https, a path prefix is kept; unset: the first of"
+        " 127.0.0.1:8080, :9931, :12345 that answers like a model server",
         kind="url",
     )
-    scrub: bool = setting(
-        True, "0 forwards every body as it came: a pure logger, the A of an A/B test"
-    )
+    scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
     strip_message_ids: str = setting(
         "system",
-        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts as well",
+        "drop per-message ids from OpenClaw's system prompt; 1: from its blocks in user texts too",
         choices=("0", "1", "system"),
     )
     strip_timestamps: str = setting(
         "auto",
-        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] stamp at the start of user texts; auto: only with REPLAY=0",
+        "drop OpenClaw's [Wed 2026-02-18 20:48 UTC] before user texts; auto: only with REPLAY=0",
         choices=("auto", "0", "1"),
     )
-    strip_billing: bool = setting(
-        True, "drop Claude Code's x-anthropic-billing-header line from the system prompt"
-    )
-    strip_regex: tuple[str, ...] = setting(
-        (),
-        "what this pattern matches is removed from system and user text; more: STRIP_REGEX_2, _3, ...",
-        kind="regex",
-    )
-    system_first: bool = setting(
-        True, "merge system messages into one at the front; later ones become reminders"
-    )
-    lift: bool = setting(
-        True,
-        "move clocks, date lines and git snapshots from the system prompt to the newest user turn",
-    )
-    lift_regex: tuple[str, ...] = setting(
-        (), "a line of the system prompt to lift as well; more: LIFT_REGEX_2, _3, ...", kind="regex"
-    )
+    strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
+    strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
+    system_first: bool = setting(True, "one system text in front; later ones become reminders")
+    lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
+    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting(
-        (),
-        "text in user turns that comes and goes between requests; more: REPLAY_REGEX_2, _3, ...",
-        kind="regex",
-    )
-    replay_mb: int = setting(
-        64,
-        "memory for replay in MB, and one to three times that for turns read before; the least recently used goes first",
-        low=1,
-        high=65536,
-    )
-    ledger_mb: int = setting(
-        64, "memory for the prompts that explain compares with, in MB", low=1, high=65536
-    )
-    keep_requests: int = setting(
-        50, "requests kept for the status page, with their bodies", low=0, high=10000
-    )
-    warn_reuse: float = setting(
-        0.5, "warn when the hit rate of the last 20 requests falls below this", low=0, high=1
-    )
-    capture_file: str = setting(
-        "", "append every request to this file as JSON lines (mode 0600, secrets replaced)"
-    )
-    capture_mb: int = setting(
-        100, "size at which the capture is rotated, one old file is kept", low=1, high=1000000
-    )
-    warmup_file: str = setting(
-        "", "remember the heads of recent conversations here and read them in after a start"
-    )
-    warmup_heads: int = setting(4, "how many heads are remembered", low=1, high=64)
-    keepalive_seconds: int = setting(
-        0, "repeat the newest head after this much idle time; 0: off", low=0, high=864000
-    )
-    connect_timeout: float = setting(
-        5.0, "seconds to wait for a connection to the server", low=0.05, high=600
-    )
-    read_timeout: float = setting(
-        3600.0, "seconds without a byte from the server before giving up", low=0.05, high=864000
-    )
-    header_timeout: float = setting(
-        15.0, "seconds a client may take to send a request's head", low=0.05, high=3600
-    )
-    max_body_mb: int = setting(100, "largest request body in MB", low=1, high=65536)
-    max_connections: int = setting(
-        2048,
-        "client connections at a time; idle and slow ones give way, else 503",
-        low=1,
-        high=100000,
-    )
-    allowed_hosts: str = setting(
-        "", "more names that the Host header may carry, separated by commas"
-    )
-    log_level: str = setting(
-        "info", "how much is logged", choices=("debug", "info", "warning", "error")
-    )
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
+    replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
+    ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
+    keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
+    warn_reuse: float = setting(0.5, "warn below this hit rate of the last 20 requests", 0, 1)
+    capture_file: str = setting("", "append every request to this file (JSON lines, no secrets)")
+    capture_mb: int = setting(100, "MB at which it is rotated; one old one is kept", 1, 1000000)
+    warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
+    warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
+    keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
+    connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
+    read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
+    header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
+    max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
+    max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
+    allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
+    log_level: str = setting("info", "how much is logged", choices=LOG_LEVELS)
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
@@ -226,27 +173,25 @@ class Config:
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
         vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        ours = len(hosts) == 1 or (
-            vague and all(host in vague or is_loopback(host) for host in hosts)
-        )
-        if (
-            ours and port == self.listen_port
-        ):  # each request would come back until MAX_CONNECTIONS is reached
-            raise ConfigError(
-                f"BACKEND_URL={self.backend_url!r}: must not be kvproxy's own address; set LISTEN_PORT"
-            )
+        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        if port == self.listen_port and (here or len(hosts) == 1):
+            fault = "must not be kvproxy's own address; set LISTEN_PORT"
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
-            name = item.name.upper()
-            if item.metadata.get("kind") == "regex":
-                values[item.name] = _patterns(item, environ)
-            elif text := environ.get(name, "").strip():
-                values[item.name] = _convert(item, text)
-                _check(item, name, values[item.name], text)
+            for name in _variables(item, environ):
+                if not (text := environ[name].strip()):
+                    continue
+                if item.metadata.get("kind") == "regex":
+                    value: Any = (environ[name],)
+                    values[item.name] = values.get(item.name, ()) + value
+                else:
+                    value = values[item.name] = _convert(item, text)
+                _check(item, name, value, environ[name])
         return cls(**values)
 
     @classmethod
@@ -255,30 +200,42 @@ class Config:
         rows = []
         for item in dataclasses.fields(cls):
             default: Any = item.default
-            text = (
-                f"{default:g}" if isinstance(default, (int, float)) else default or ""
-            )  # True is 1, () is empty
-            rows.append((item.name.upper(), text, item.metadata["help"]))
+            shown = f"{default:g}" if isinstance(default, (int, float)) else default or ""
+            name, more = item.name.upper(), ""
+            if item.metadata.get("kind") == "regex":
+                more = f"; more: {name}_2, _3, ..."
+            rows.append((name, shown, item.metadata["help"] + more))
         return rows
 
 
+def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
+    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
+    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
+    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
+    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is one of kvproxy's."""
+    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+
+
+def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(variable, setting) of variables that were most likely meant to be a setting."""
+    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    for variable in environ:
+        bare = variable.upper().removeprefix("KVPROXY_")
+        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
+        if close and not is_setting(variable):
+            yield variable, close[0]
+
+
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
 _WORDS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_TYPES = {
-    bool: "0 or 1",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a tuple of texts",
-}
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -293,67 +250,17 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     return text.lower() if "choices" in item.metadata else text
 
 
-# A host (a name, an address) with a port, and perhaps a path.
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)
-
-
-def _patterns(item: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of NAME, NAME_2, NAME_3, ... in the order of their numbers."""
-    found = []
-    for name, text in environ.items():
-        match = re.fullmatch(item.name.upper() + r"(?:_([0-9]+))?", name)
-        if match and text:
-            _check(item, name, (text,), text)
-            found.append((int(match[1] or 1), name, text))
-    return tuple(text for _, _, text in sorted(found))
-
-
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    for item in dataclasses.fields(Config):
-        more = r"(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-        if re.fullmatch(item.name.upper() + more, name):
-            return True
-    return False
-
-
-def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting: one letter is
-    missing, too many, another or in the wrong place, or kvproxy's name stands in front."""
-    names = [item.name.upper() for item in dataclasses.fields(Config)]
-    for variable in environ:
-        bare = variable.upper().removeprefix("KVPROXY_")
-        for name in names if not is_setting(variable) else ():
-            if bare == name or one_edit(bare, name):
-                yield variable, name
-
-
-def one_edit(a: str, b: str) -> bool:
-    """Whether two words differ in one letter, or in the order of two neighbours."""
-    at = common_prefix(a, b)
-    a, b = a[at:], b[at:]
-    return a != b and (
-        a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
-    )
-
-
 def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow; `given` is how it was
-    written."""
+    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
     if fault := _fault(item, value):
         raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    default: Any = item.default
-    wanted, check, kind = type(default), item.metadata, item.metadata.get("kind")
-    fits = (
-        value in (0, 1)
-        if wanted is bool
-        else isinstance(value, (int, float) if wanted is float else wanted)
-    )
-    if not fits:
+    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
+    types = (int, float) if wanted is float else wanted
+    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
         return f"must be {_TYPES[wanted]}"
     if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
         return f"must be from {check['low']} to {check['high']}"
@@ -380,12 +287,11 @@ def _is_host(value: str) -> bool:
 def _is_url(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
-        named = (
-            parts.scheme in ("http", "https") and parts.port != 0 and _is_host(parts.hostname or "")
-        )
+        named = parts.port != 0 and _is_host(parts.hostname or "")
     except ValueError:  # a port that is no number, a bracket too few
         return False
-    return named and "@" not in parts.netloc and not re.search(r"[^!-~]|[?#]", value)
+    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
+    return named and known and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ==================================================================================================
@@ -411,17 +317,16 @@ DIALECTS = {
     "completions": Dialect("completions", "", "prompt", "", False),
     "completion": Dialect("completions", "", "prompt", "", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read, so
-# they get its edits.
+# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
     re.ASCII,
 )
-TEXT_PARTS = (
-    "text",
-    "input_text",
-    "output_text",
-)  # a tuple: what a client sends as its type need not be hashable
+TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
+UNSAID_PARTS = (
+    *TEXT_PARTS,
+    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
+)
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ITEM_ROLES = {  # Responses items that are no messages
@@ -459,11 +364,8 @@ class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
     for text beside it.
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. An Anthropic user
-    message that only carries tool results has the role tool.
-
-    Requests that repeat a turn share it, with what was found out about it; so only an own() copy
-    may be changed."""
+    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
+    turn share it, with what was found out about it, so only an own() copy may be changed."""
 
     role: str
     holder: Json
@@ -505,33 +407,15 @@ class Turn:
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
         found = []
-        for index, part in enumerate(content if isinstance(content, list) else ()):
+        for index, part in enumerate(listed(content)):
             if isinstance(part, str):
                 found.append(Slot(self, content, index))
-            elif isinstance(part, dict) and isinstance(part.get("text"), str):
-                if part.get("type") in TEXT_PARTS:
-                    found.append(Slot(self, part, "text"))
+            elif members(part).get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
+                found.append(Slot(self, part, "text"))
         return found
 
     def text(self) -> str:
-        slots = self.slots()
-        return slots[0].get() if len(slots) == 1 else "\n".join([slot.get() for slot in slots])
-
-
-_sorted_json = json.JSONEncoder(sort_keys=True).encode
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    "thinking",
-    "redacted_thinking",
-    "reasoning",
-    "reasoning_text",
-    "summary_text",
-)
-
-
-def bare(part: Json) -> Json:
-    """A content part, item or tool without what llama-server does not read."""
-    return {key: value for key, value in part.items() if key != "cache_control"}
+        return "\n".join([slot.get() for slot in self.slots()])
 
 
 @dataclasses.dataclass(slots=True)
@@ -549,9 +433,8 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system or developer messages."""
-        return next(
-            (i for i, turn in enumerate(self.turns) if turn.role != "system"), len(self.turns)
-        )
+        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
+        return next(others, len(self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -570,44 +453,34 @@ class View:
 
     def dump(self) -> bytes:
         """The body as JSON, with the turns that nobody changed in the bytes they came in."""
-        key = self.dialect.turns
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
-        # The hole is unmistakable: parse() lets none through, and within a text the quotes before
-        # it would be escaped.
-        mark = b'"%s":' % key.encode()
-        head, _, tail = dump({**self.body, key: HOLE}).partition(mark + b"-Infinity")
-        return b"".join(
-            (head, mark, b"[", b",".join([turn.json() for turn in self.turns]), b"]", tail)
-        )
+        turns = b",".join([turn.json() for turn in self.turns])
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(b'"%s"' % HOLE.encode())
+        return b"".join((front, b"[", turns, b"]", end))
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of `messages` or `input`."""
+    """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
+    tool results has the role tool."""
     known, name = (ROLES, item["role"]) if "role" in item else (ITEM_ROLES, item.get("type"))
     role = known.get(str(name), "other")  # str: a client may send what cannot be hashed
-    content = item.get("content")
-    parts = content if role == "user" and isinstance(content, list) else []
-    if parts and all(
-        isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
-    ):
+    parts = listed(item.get("content")) if role == "user" else []
+    if parts and all(members(part).get("type") == "tool_result" for part in parts):
         role = "tool"
-    return Turn(
-        role, item, "output" if "output" in item and "content" not in item else "content", item
-    )
+    key = "output" if "output" in item and "content" not in item else "content"
+    return Turn(role, item, key, item)
 
 
 def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body, or None when its shape is not the dialect's (such a body is
-    forwarded untouched)."""
+    """The view of a parsed body; None when its shape is not the dialect's."""
     if not isinstance(body, dict):
         return None
-    head = []
+    head, items = [], body.get(dialect.turns)
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
         if not head[0].slots():
             return None
-    items = body.get(dialect.turns)
     if isinstance(items, str) and dialect.turns in ("input", "prompt"):
         return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
     if not isinstance(items, list):
@@ -621,12 +494,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    stored = ("previous_response_id", "conversation")
     if view.dialect.name != "responses":
         return False
-    return any(view.body.get(key) for key in stored) or any(
-        turn.item and turn.item.get("type") == "item_reference" for turn in view.turns
-    )
+    stored = view.body.get("previous_response_id") or view.body.get("conversation")
+    items = [turn.item or {} for turn in view.turns]
+    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
 
 
 def guess_dialect(body: Json) -> Dialect:
@@ -655,41 +527,25 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Json:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if not abs(number) < float("inf"):  # NaN neither
+    if not math.isfinite(number):
         raise Unreadable(f"no finite number ({text[:20]})")
     return number
 
 
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
-_STRICT: Json = {"object_pairs_hook": _pairs, **_FINITE}
-_parse_at = json.JSONDecoder(**_STRICT).raw_decode
-HOLE = float(
-    "-inf"
-)  # stands in a body where its turns were, as -Infinity; a client's own is refused
+_strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
+_parse_at = _strict.raw_decode
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
+PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
 
-def _hole(name: str) -> float:
-    return HOLE if name == "-Infinity" else _finite(name)
-
-
-_parse_holed = json.JSONDecoder(**{**_STRICT, "parse_constant": _hole}).decode
-LIST_START = {
-    key: re.compile(rb'"%s":[ \t\r\n]*(\[[ \t\r\n]*(\{"\w+":))' % key.encode())
-    for key in ("messages", "input")
-}
-ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-PARSE_LIMIT = (
-    32 << 20
-)  # bytes; parsing takes several times a body's size, and no context window holds so much text
-
-
-def parse(raw: bytes | bytearray) -> Json:
+def parse(raw: bytes | bytearray | str) -> Json:
     """The JSON object in `raw`. Raises Unreadable for all that could not be written again with the
     same meaning."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
-        body = json.loads(raw.decode("utf-8"), **_STRICT)
+        body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
     except UnicodeDecodeError:
         raise Unreadable("not UTF-8") from None
     except RecursionError:
@@ -709,22 +565,35 @@ def dump(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
+def bare(part: Json) -> Json:
+    """A content part, item or tool without what llama-server does not read."""
+    return {key: value for key, value in part.items() if key != "cache_control"}
+
+
+HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
+LIST_START = {
+    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+": ?))')
+    for key in ("messages", "input")
+}
+ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
 class Reader:
     """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. The oldest go first.
-    Safe to use from many threads."""
+    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
+    threads."""
 
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from, the oldest first
+        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
         self.size = 0  # bytes that these take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             try:
-                return self.split(raw, dialect)
+                return self.split(raw.decode(), dialect)
             except TooMany:
                 raise
             except (ValueError, RecursionError):
@@ -734,117 +603,67 @@ class Reader:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body in the usual spelling: without line breaks, and each turn begins with
-        the same member. Raises ValueError or RecursionError where that does not work out, or the
-        body is not JSON."""
-        found = LIST_START[dialect.turns].search(raw)
+    def split(self, text: str, dialect: Dialect) -> View:
+        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
+        does not work out."""
+        key = dialect.turns
+        found = LIST_START[key].search(text)
         if found is None:
             raise Unreadable("not the usual spelling")
-        start, opening = found.start(1), found[2]
-        turns, after = self.read(bytes(memoryview(raw)[found.start(2) :]), opening, dialect)
-        text = f"{raw[:start].decode()}-Infinity{after}"
-        body = _parse_holed(text)
-        if (
-            text.count("-Infinity") != 1
-            or not isinstance(body, dict)
-            or body.get(dialect.turns) is not HOLE
-        ):
-            raise Unreadable("not the usual spelling")
-        view = view_of({**body, dialect.turns: []}, dialect)
+        turns, end = self.read(text, found.end(), found[1])
+        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+        if body.get(key) != HOLE:
+            raise Unreadable("the list is another's")
+        view = view_of({**body, key: []}, dialect)
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
-    def read(self, data: bytes, opening: bytes, dialect: Dialect) -> tuple[list[Turn], str]:
-        """The turns that `data` begins with, and what follows the list."""
+    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
+        with `opening`, as a rule, so that known ones are found without parsing."""
+        border = ("}, " if opening.endswith(" ") else "},") + opening
         turns: list[Turn] = []
-        at = wasted = 0
+        end = 0
         while True:
-            end, comma = next_item(data, opening, at)
-            first = not turns and not dialect.system
-            turn = self.recall(data[at : end - comma], first) if comma else None
+            turn = None
+            if end <= at:  # each end is tried once, so that all tries together cost little
+                end = text.find(border, at) + 1 or len(text)
+                turn = self.known.get(text[at:end].encode())
             if turn is not None:
-                turns.append(turn)
                 at = end
-                continue
-            check_limit("turns", len(turns))
-            item, raw, decoded = parse_item(data, at, end, opening)
-            behind = ITEM_END.match(data, at + len(raw))
-            wasted += decoded - len(raw)
-            if behind is None or wasted > 4 * len(data):  # a parse of the whole costs no more
+            else:
+                check_limit("turns", len(turns))
+                item, length = _parse_at(text, at)
+                turn = self.turn(item, text[at:length].encode())
+                at = length
+            turns.append(turn)
+            behind = ITEM_END.match(text, at)
+            if behind is None:
                 raise Unreadable("not the usual spelling")
-            turns.append(self.recall(raw, first) or self.turn(item, raw, first))
             at = behind.end()
-            if behind[1] == b"]":
-                return turns, data[at:].decode()
+            if behind[1] == "]":
+                return turns, at
 
-    def recall(self, raw: bytes, first: bool) -> Turn | None:
-        """The turn in these bytes, if it is known; but what is cut out of a system text depends on
-        those before it."""
-        turn = self.known.get(raw)
-        return None if turn is None or (turn.role == "system" and not first) else turn
-
-    def turn(self, item: Json, raw: bytes, first: bool) -> Turn:
-        """A new turn, scrubbed and remembered where recall() may find it."""
-        turn = turn_of(item)
-        turn.raw = raw
-        if turn.role != "system" or first:
-            if turn.role in ("user", "system") and self.scrubber is not None:
-                turn.counts = self.scrubber.edit(turn, True)
-            self.keep(raw, turn)
-        return turn
-
-    def keep(self, raw: bytes, turn: Turn) -> None:
-        size = turn_size(raw)
-        if size > self.limit >> 1:
-            return  # all others would have to go
-        self.size += size
-        self.known[raw] = turn
-        while self.size > self.limit:
-            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread's
-                oldest = next(iter(self.known))
-                del self.known[oldest]
-                self.size -= turn_size(oldest)
-
-
-def turn_size(raw: bytes) -> int:
-    """About the bytes that a turn takes, which was read from these."""
-    return 1500 + 3 * len(raw)
-
-
-def next_item(data: bytes, opening: bytes, at: int) -> tuple[int, int]:
-    """Where the item behind the one at `at` may begin, and the length of the comma and space before
-    it; else the end, and 0. An opening's first quote stands in no text, where it would be escaped;
-    but it may stand within an item."""
-    while (at := data.find(opening, at + 1)) >= 0:
-        if data[at - 2 : at] == b"},":
-            return at, 1
-        if data[at - 3 : at] == b"}, ":
-            return at, 2
-    return len(data), 0
-
-
-def parse_item(data: bytes, at: int, end: int, opening: bytes) -> tuple[Json, bytes, int]:
-    """The JSON object at `at`, which most likely ends before `end`; its bytes, and how many were
-    decoded to find it. Raises ValueError, RecursionError."""
-    decoded = 0
-    while True:
-        text = data[at:end].decode()
-        decoded += end - at
-        try:
-            item, length = _parse_at(text, 0)
-        except json.JSONDecodeError:
-            if end == len(data):
-                raise
-            end, _ = next_item(
-                data, opening, at + 2 * (end - at)
-            )  # doubled, all tries together cost little
-            continue
+    def turn(self, item: Any, raw: bytes) -> Turn:
+        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's: what is
+        cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
-        return item, text[:length].encode(), decoded
+        if known := self.known.get(raw):
+            return known
+        turn = turn_of(item)
+        turn.raw = raw
+        if turn.role == "user" and self.scrubber is not None:
+            turn.counts = self.scrubber.edit(turn, True)
+        size = 1500 + 3 * len(raw)  # bytes, roughly
+        if size <= self.limit:
+            if self.size + size > self.limit:  # start anew, which costs one slow request
+                self.known, self.size = {}, 0
+            self.known[raw] = turn
+            self.size += size
+        return turn
 
 
 @dataclasses.dataclass
@@ -871,15 +690,12 @@ class Report:
         return bool(counts)
 
     def edits(self) -> int:
-        return (
-            self.ts_removed + self.msg_ids_removed + self.billing_removed + self.regex_removed + self.system_moved
-            + self.lifted + self.replayed + self.dropped + self.tools_restored
-        )  # fmt: skip
+        about = ("items", "items_modified", "note")
+        return sum(number for name, number in vars(self).items() if name not in about)
 
 
 # ==================================================================================================
-# Scrub: rules that take out what never helps the model. Stateless: the same text in, the same text
-# out
+# Scrub: rules that take out what never helps the model. The same text in, the same text out
 # ==================================================================================================
 
 LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
@@ -894,15 +710,6 @@ def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
         raise TooMany(f"too many {what}")
-
-
-def check_limits(view: View) -> None:
-    """Raises Unreadable."""
-    check_limit("turns", len(view.turns))
-    check_limit("tools", len(listed(view.body.get("tools"))))
-    for turn in view.all():
-        if turn.said is None:  # else it was checked in an earlier request
-            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -923,37 +730,38 @@ _TIME = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
     r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
 )
-_CHANNEL = (  # an envelope's label begins with one of these; "[Meeting Thu 2026-05-07 ..." is somebody's own words
-    r"(?:BlueBubbles|Discord|Feishu|Google Chat|GoogleChat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams|Nextcloud Talk|"
-    r"Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
+_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
+    r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
+    r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
 # [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-# without a weekday, [Signal Ann id:+1555 +4s 2026-11-29 18:14 UTC], name the sender, are stored
-# with the message, and never vary.
+# without a weekday name the sender, are stored with the message, and never vary.
 _STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
-_LABEL = r"[A-Z][^\n:()\[\]]{1,80}(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_TRUST = r"(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
+_BLOCK = rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n"
+_CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
+_REPLIED = r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "
 _EVENT = r"System(?: \(untrusted\))?:"
+_EVENTS = rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 
-LEADS = tuple(  # (kind, how it begins, how it ends; nothing: where the beginning does)
-    (kind, opening, re.compile(ending))
-    for kind, opening, ending in (
-        ("stamp", _STAMP, ""),
-        ("block", rf"{_LABEL} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
-        ("context", r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])", r"\n(?:\n|\Z)"),
-        ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
-        ("event", rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*", ""),
-        ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
-        ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
-        ("reminder", "<system-reminder>", "</system-reminder>"),
-        ("environment", "<environment_context>", "</environment_context>"),
-        ("environment", "<environment_details>", "</environment_details>"),
-        ("reply", r"\[Replying to ", r"\[/Replying\]"),
-        ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
-        ("line", r"Delivery: [^\n]*", ""),
-    )
-)  # fmt: skip
+LEADS = (  # (kind, how it begins, how it ends; nothing: where the beginning does)
+    ("stamp", _STAMP, ""),
+    ("block", _BLOCK, r"\n```(?=\n|\Z)"),
+    ("context", _CONTEXT, r"\n(?:\n|\Z)"),
+    ("current", _REPLIED, ""),
+    ("event", _EVENTS, ""),
+    ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
+    ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
+    ("reminder", "<system-reminder>", "</system-reminder>"),
+    ("environment", "<environment_context>", "</environment_context>"),
+    ("environment", "<environment_details>", "</environment_details>"),
+    ("reply", r"\[Replying to ", r"\[/Replying\]"),
+    ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
+    ("line", r"Delivery: [^\n]*", ""),
+)
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
+LEAD_ENDS = [re.compile(ending) for _, _, ending in LEADS]
 TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
@@ -975,19 +783,15 @@ class Lead(NamedTuple):
 
 
 def lead(text: str) -> list[Lead]:
-    """The decorations at the start of a user text, in order. Raises Unreadable.
-
-    At most one stamp counts: a second one was typed by the person.
-    """
+    """The decorations at the start of a user text, in order; a second stamp was typed by the
+    person. Raises Unreadable."""
     found: list[Lead] = []
-    stamped = False
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
-        kind, _, ending = LEADS[(opening.lastindex or 0) - 1]
-        closing = ending.search(text, opening.end())
-        if closing is None or (stamped and kind == "stamp"):
+        row = (opening.lastindex or 0) - 1
+        kind, closing = LEADS[row][0], LEAD_ENDS[row].search(text, opening.end())
+        if closing is None or (kind == "stamp" and any(one.kind == kind for one in found)):
             break
-        stamped = stamped or kind == "stamp"
         end = closing.end()
         while text.startswith("\n", end):
             end += 1
@@ -1004,59 +808,45 @@ def only_lead(text: str) -> bool:
     return not text[found[-1].end if found else 0 :].strip()
 
 
-# --- JSON members, found without parsing: the layout of what stays is kept -------------------------
+# --- JSON members, cut where they stand: the layout of what stays is kept --------------------------
 
 ID_KEYS = frozenset(
     ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
 )
-_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-# What is no string and no bracket passes if it looks like numbers, words, commas and colons: it is
-# enough to know where a value ends.
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
-JSON_COMMA = re.compile(r"\s*(,\s*)?")
-CLOSING = {"{": "}", "[": "]"}
+INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
+MEMBER_END = re.compile(r"\s*(,\s*)?")
+_json_at = json.JSONDecoder().raw_decode
+
+
+def json_end(text: str, start: int) -> int:
+    """Where the JSON value at text[start] ends; -1 where none stands."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return _json_at(text, start)[1]
+    return -1
 
 
 def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON object or array at text[start] ends, and its members of those names, at any
-    depth. (-1, []) where no such value stands."""
-    quoted = {f'"{name}"' for name in names}
+    """Where the JSON value at text[start] ends (-1: none stands there), and its members of those
+    names, at any depth."""
+    end = json_end(text, start)
     found: list[Span] = []
-    open_brackets: list[str] = []
-    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
-    at = start
-    while token := JSON_TOKEN.match(text, at):
-        word, at = token[1], token.end()
-        if word in CLOSING:
-            open_brackets.append(CLOSING[word])
-        elif not open_brackets:
-            break
-        elif word in "}]":
-            if open_brackets.pop() != word:
-                break
-            if member >= 0 and len(open_brackets) == outside:
-                found.append((member, at))
-                member = -1
-            if not open_brackets:
-                return at, found
-        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
-            if text.startswith(("{", "["), value.end()):
-                member, outside = token.start(1), len(open_brackets)
-            else:
-                found.append((token.start(1), value.end()))
-            at = value.end()
-    return -1, []
+    done = start
+    name_of_one = re.compile(rf'(?<!\\)"(?:{"|".join(names)})"\s*:\s*')
+    for name in name_of_one.finditer(text, start, max(start, end)):
+        if name.start() >= done:  # else it stands within another
+            done = json_end(text, name.end())
+            found.append((name.start(), done))
+    return end, found
 
 
 def with_commas(text: str, members: list[Span]) -> list[Span]:
     """What has to go with these members of a JSON value, so that no comma dangles."""
     spans: list[Span] = []
     for start, end in members:
-        comma = JSON_COMMA.match(text, end)
-        assert comma is not None  # it matches nothing, too
-        if comma[1]:
-            spans.append((start, comma.end()))
+        behind = MEMBER_END.match(text, end)
+        assert behind is not None  # it matches nothing, too
+        if behind[1]:
+            spans.append((start, behind.end()))
             continue
         # the last one of its object: the comma before it goes
         while spans and spans[-1][1] == start:
@@ -1065,33 +855,22 @@ def with_commas(text: str, members: list[Span]) -> list[Span]:
             start -= 1
         if text[start - 1] == ",":
             start -= 1
-        spans.append((start, comma.end() if text[start - 1] == "{" else end))
+        spans.append((start, behind.end() if text[start - 1] == "{" else end))
     return spans
 
 
-# --- OpenClaw's inbound object ---------------------------------------------------------------------
-
-INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
-INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
-BRACKET = re.compile(
-    rf"{_STRING[:-1]}(?:\"|$)|[{{}}\[\]]", re.MULTILINE
-)  # a string ends with its line
-
-
 def inbound_objects(text: str) -> Iterator[int]:
-    """Where the openclaw.inbound_meta JSON objects of a system prompt begin; clients write one."""
+    """Where OpenClaw's inbound objects begin in a system prompt. Clients write one, and its schema
+    first, or behind few other members."""
     for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
-        room = max(0, mark.start() - INBOUND_ROOM)
-        open_brackets: list[re.Match[str]] = []
-        # No JSON string holds a line break, so from the start of a line on quotes come in pairs.
-        line = text.find("\n", room, mark.start()) + 1 if room else 0
-        for bracket in BRACKET.finditer(text, max(line, room), mark.start()):
-            if bracket[0] in CLOSING:
-                open_brackets.append(bracket)
-            elif bracket[0] in "}]" and open_brackets:
-                open_brackets.pop()
-        if open_brackets:
-            yield open_brackets[-1].start()
+        start = mark.start()
+        for _ in range(8):
+            start = text.rfind("{", max(0, mark.start() - 4096), start)
+            if start < 0:
+                break
+            if json_end(text, start) > mark.start():
+                yield start
+                break
 
 
 # --- the rules' functions: a text and the decorations at its start in, what has to go out ----------
@@ -1100,21 +879,23 @@ Cuts = tuple[list[Span], int]  # what goes, and how many things that are
 
 
 def cut_inbound(text: str, _: list[Lead]) -> Cuts:
-    """The ids in OpenClaw's inbound object in a system prompt."""
-    members = []
+    """The ids in OpenClaw's inbound object in a system prompt; not who speaks and the flags, which
+    are lifted."""
+    found = []
     for start in inbound_objects(text):
-        members += json_members(text, start, ID_KEYS)[1]
-    return with_commas(text, members), len(members)
+        found += json_members(text, start, ID_KEYS)[1]
+    return with_commas(text, found), len(found)
 
 
 def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
-    """The ids in the labelled JSON blocks at the start of a user text."""
-    members = []
+    """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
+    running text, or in lines with an id, which clients store with the message."""
+    cut = []
     for block in leads:
-        end, found = json_members(text, block.inner, ID_KEYS) if block.kind == "block" else (-1, [])
-        if text.startswith("\n```", end) and end < block.end:
-            members += found
-    return with_commas(text, members), len(members)
+        if block.kind == "block":
+            end, found = json_members(text, block.inner, ID_KEYS)
+            cut += found if text.startswith("\n```", end) and end < block.end else []
+    return with_commas(text, cut), len(cut)
 
 
 STAMP = re.compile(_STAMP)
@@ -1145,39 +926,18 @@ def cut_billing(text: str, _: list[Lead]) -> Cuts:
 class Rule(NamedTuple):
     """A row of the table."""
 
-    on: Callable[[Config], bool]
     role: str  # whose texts it looks at
     first: bool  # only the first text of that role
     cuts: Callable[[str, list[Lead]], Cuts]
     counter: str  # the field of Report that counts its removals
-    markers: tuple[str, ...]  # one of them must be in the text before any work is done
+    markers: Iterable[str]  # one of them must be in the text before any work is done
 
 
-RULES = (
-    # Claude Code's billing header; spares the same words anywhere but at the very start
-    Rule(
-        lambda c: c.strip_billing, "system", True, cut_billing, "billing_removed",
-        ("x-anthropic-billing-header:", "[Anthropic] Claude Code v"),
-    ),
-    # ids in OpenClaw's inbound object; spares who speaks and the flags, which are lifted, and what
-    # is stable in a conversation
-    Rule(
-        lambda c: c.strip_message_ids != "0", "system", False, cut_inbound, "msg_ids_removed",
-        ("openclaw.inbound_meta.",),
-    ),
-    # ids in the blocks at the start of user texts; spares JSON without OpenClaw's label, ids in
-    # running text, and lines with an id, which clients store with the message
-    Rule(
-        lambda c: c.strip_message_ids == "1", "user", True, cut_block_ids, "msg_ids_removed",
-        tuple(ID_KEYS),
-    ),
-)  # fmt: skip
-# The time stamp, in OpenClaw's requests only; spares a stamp later in the text, two in a row, other
-# date forms.
-STAMP_RULE = Rule(
-    lambda c: c.strip_timestamps == "1" or (c.strip_timestamps == "auto" and not c.replay),
-    "user", True, cut_stamp, "ts_removed", (" 202", " 203"),
-)  # fmt: skip
+ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
+BILLING_RULE = Rule("system", True, cut_billing, "billing_removed", ATTRIBUTIONS)
+INBOUND_RULE = Rule("system", False, cut_inbound, "msg_ids_removed", ["openclaw.inbound_meta."])
+BLOCK_RULE = Rule("user", True, cut_block_ids, "msg_ids_removed", ID_KEYS)
+STAMP_RULE = Rule("user", True, cut_stamp, "ts_removed", (" 202", " 203"))  # OpenClaw's requests
 OPENCLAW = re.compile(
     r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
     r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
@@ -1198,44 +958,53 @@ class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.rules = [rule for rule in RULES if rule.on(config)]
-        self.stamps = [STAMP_RULE] if STAMP_RULE.on(config) else []
+        ids, stamps = config.strip_message_ids, config.strip_timestamps
+        switched = (
+            (BILLING_RULE, config.strip_billing),
+            (INBOUND_RULE, ids != "0"),
+            (BLOCK_RULE, ids == "1"),
+        )
+        self.rules = [rule for rule, on in switched if on]
+        self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
+        self.ids = ID_KEYS if ids == "1" else frozenset()
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place, then put the system text first. Raises Unreadable
-        for a body beyond LIMITS."""
+        """Run the table over a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
-        check_limits(view)
+        check_limit("turns", len(view.turns))
+        check_limit("tools", len(listed(view.body.get("tools"))))
         seen_system = False
-        for turn in view.all():
+        for at, turn in enumerate(view.all(), -len(view.head)):
+            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
             if turn.role not in ("system", "user"):
                 continue
-            if turn.counts is None:
-                turn.counts = self.edit(turn, not seen_system)
+            counts = turn.counts
+            if counts is None:
+                turn = turn.own()
+                counts = self.edit(turn, not seen_system)
+            if counts and at >= 0:
+                view.turns[at] = turn
             seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(turn.counts)
+            report.items_modified += report.count(counts)
         if self.stamps and from_openclaw(view):
             self.drop_stamps(view, report)
         if report.billing_removed:
-            drop_empty(
-                view, next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-            )
+            first = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+            drop_empty(view, first)
 
     def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
         """Edit a turn, in place; what to count. `first`: no other system text stands before this
         one."""
         counts = self.edit_texts(turn, first, self.rules)
         for slot in turn.slots() if self.patterns else ():
-            text, removed = self.cut_own(slot.get())
-            if removed:
-                slot.set(text)
-                counts.append(("regex_removed", removed))
-        if turn.item is not None and self.config.strip_message_ids == "1" and "role" in turn.item:
-            for key in (
-                ID_KEYS & turn.item.keys()
-            ):  # beside role and content; never in a schema, argument or result
+            for pattern in self.patterns:
+                text = slot.get()
+                if removed := sum(bool(match.group()) for match in pattern.finditer(text)):
+                    slot.set(pattern.sub("", text))
+                    counts.append(("regex_removed", removed))
+        if turn.item is not None and "role" in turn.item:
+            for key in self.ids & turn.item.keys():  # beside the role, never in what it holds
                 del turn.item[key]
                 turn.changed()
                 counts.append(("msg_ids_removed", 1))
@@ -1248,10 +1017,8 @@ class Scrubber:
         rules = [rule for rule in rules if rule.role == turn.role]
         for slot in turn.slots() if rules else ():
             text, spans = slot.get(), []
-            due = [
-                rule for rule in rules
-                if (first or user or not rule.first) and any(marker in text for marker in rule.markers)
-            ]  # fmt: skip
+            due = [rule for rule in rules if first or user or not rule.first]
+            due = [rule for rule in due if any(marker in text for marker in rule.markers)]
             leads = lead(text) if due and user else []
             for rule in due:
                 found, removed = rule.cuts(text, leads)
@@ -1265,21 +1032,12 @@ class Scrubber:
                 break  # what follows the person's words was pasted or attached
         return counts
 
-    def cut_own(self, text: str) -> tuple[str, int]:
-        """A text without what the user's patterns match, and how many matches they had."""
-        removed = 0
-        for pattern in self.patterns:
-            if matches := sum(bool(match.group()) for match in pattern.finditer(text)):
-                text = pattern.sub("", text)
-                removed += matches
-        return text, removed
-
     def drop_stamps(self, view: View, report: Report) -> None:
-        for index, turn in enumerate(view.turns):
+        for at, turn in enumerate(view.turns):
             if turn.role == "user":
                 changed = turn.own()
-                if counts := self.edit_texts(changed, True, self.stamps):
-                    view.turns[index] = changed
+                if counts := self.edit_texts(changed, True, [STAMP_RULE]):
+                    view.turns[at] = changed
                     report.count(counts)
                     report.items_modified += not turn.counts
 
@@ -1294,16 +1052,11 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 def drop_empty(view: View, turn: Turn) -> None:
     """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
     nothing else is in it."""
-
-    def is_empty(part: Any) -> bool:
-        text = part
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-            text = part.get("text")
-        return isinstance(text, str) and not text.strip()
-
     content = turn.holder.get(turn.key)
     parts = content if isinstance(content, list) else [content]
-    kept = [part for part in parts if not is_empty(part)]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    empty = [isinstance(text, str) and not text.strip() for text in texts]
+    kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
     if len(kept) == len(parts):
         return
     if kept:
@@ -1317,9 +1070,9 @@ def drop_empty(view: View, turn: Turn) -> None:
 
 # --- roles: the system text comes first -----------------------------------------------------------
 
-
 END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
 KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
 
 
 def reminder(text: str) -> str:
@@ -1327,22 +1080,10 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
 
 
-LONG_PROMPT = 2000  # characters of system text: less is read again in no time
-
-
 def pays(view: View) -> bool:
     """Whether a request's front is long enough to care for."""
-    return bool(view.body.get("tools")) or system_size(view) >= LONG_PROMPT
-
-
-def system_size(view: View) -> int:
-    """Characters of system text in front of the first turn."""
-    return sum([len(turn.text()) for turn in view.system()])
-
-
-def long_or_known(text: str) -> bool:
-    """Whether a leading system message belongs to the front."""
-    return len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text) is not None
+    size = sum([len(turn.text()) for turn in view.system()])
+    return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
 
 def system_first(
@@ -1365,27 +1106,28 @@ def system_first(
         beside_texts(turn)[0] for turn in systems
     ):
         return  # a system message without text, or with more than text: an unknown shape
-    leading, worth = view.leading(), pays(view)
-    count = 1 if leading and not view.head else 0
-    front, turns = view.turns[:count], view.turns[count:leading]
-    for turn in list(turns):
-        if not worth or long_or_known(turn.text()):
-            front.append(turn)
-            turns.remove(turn)
-    for at, turn in enumerate(view.turns[leading:], leading):
-        if turn.role in ("assistant", "tool"):
-            break
-        if turn.role == "system":
-            text = turn.text()
-            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
-                front.append(turn)
-                del view.turns[at]
-            break
-    turns += view.turns[leading:]
-    report.system_moved += len(front) - (count > 0 and not view.head)  # a first one stays there
-    if front and not view.head:
-        base, *front = [front[0].own(), *front[1:]]
-        if view.dialect.system and not count:
+    leading = view.leading()
+    started = bool(view.head)
+    front: list[Turn] = []  # what is merged
+    turns: list[Turn] = []
+    cares = pays(view)
+    for turn in view.turns[:leading]:
+        text = turn.text()
+        known = len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text)
+        merged = known or not cares or not (started or front)
+        (front if merged else turns).append(turn)
+    later = view.turns[leading:]
+    early = itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), later)
+    if late := next((turn for turn in early if turn.role == "system"), None):
+        text = late.text()
+        if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(late)):
+            front.append(late)
+            later.remove(late)
+    turns += later
+    report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
+    if front and not started:
+        base = front.pop(0).own()
+        if view.dialect.system and not leading:
             view.body[view.dialect.system] = base.text()
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
@@ -1402,11 +1144,11 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     results, where it stands between calls and their results."""
     kept: list[Turn] = []
     waiting: list[str] = []
-    like: Turn | None = None  # a system message: what is written anew has its form
+    form: Json = {}  # of a message that is written anew
     for index, turn in enumerate([*turns, None]):
         if turn is not None and turn.role == "system" and (index or view.head):
             waiting.append(reminder(turn.text()))
-            like = turn
+            form = {"type": "message"} if turn.item and "type" in turn.item else {}
             report.system_moved += 1
             continue
         results = turn is not None and turn.role == "tool"
@@ -1419,8 +1161,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
             elif kept and (before := with_text(view, kept[-1], text)):
                 kept[-1] = before
             else:
-                kind = {"type": "message"} if like and like.item and "type" in like.item else {}
-                kept.append(turn_of({**kind, "role": "user", "content": text}))
+                kept.append(turn_of({**form, "role": "user", "content": text}))
             waiting = []
         if turn is not None:
             kept.append(turn)
@@ -1436,7 +1177,7 @@ def with_text(view: View, turn: Turn, text: str) -> Turn | None:
     if isinstance(content, str):
         turn.refit(content + "\n\n" + text if content else text)
     elif isinstance(content, list):
-        turn.refit([*content, {"type": view.dialect.text, "text": text}])
+        content.append({"type": view.dialect.text, "text": text})
     else:
         return None
     return turn_of(turn.holder)
@@ -1454,25 +1195,22 @@ def scrub(
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
+    if not isinstance(payload, dict):
+        return payload, Report(note="unknown shape")
     try:
         body = copy.deepcopy(payload)
+        view = view_of(body, named[dialect] if dialect else guess_dialect(body))
+        if view is None:
+            raise Unreadable("unknown shape")
+        if config.scrub and view.dialect.edited:
+            Scrubber(config).apply(view, report)
+            if config.system_first:
+                system_first(view, report)
+            view.store()
     except RecursionError:
         return payload, Report(note="nested too deeply")
-    view = (
-        view_of(body, named[dialect] if dialect else guess_dialect(body))
-        if isinstance(body, dict)
-        else None
-    )
-    if view is None:
-        report.note = "unknown shape"
-    elif config.scrub and view.dialect.edited:
-        try:
-            Scrubber(config).apply(view, report)
-        except Unreadable as error:
-            return payload, Report(note=str(error))
-        if config.system_first:
-            system_first(view, report)
-        view.store()
+    except Unreadable as error:
+        return payload, Report(note=str(error))
     return body, report
 
 
@@ -1498,21 +1236,24 @@ class Lift(NamedTuple):
     label: str  # a short name that stays the same: who writes it, and what it is
     marker: str  # must be in the text before anything is looked for
     find: Callable[[str], Iterable[Piece]]
-    spares: str = ""  # what it must not find
     fenced: bool = False  # counts inside of fences, too
 
 
-# 2026-12-01; Tue Dec 01 2026; Tuesday, December 1, 2026; December 1, 2026; 12/1/2026
+# 2026-12-01; 12/1/2026; December 1, 2026; Tue Dec 01 2026; Tuesday, December 1, 2026
 _DATE = (
-    r"(?:\d{4}-\d\d-\d\d|[A-Z][a-z]{2,8},? [A-Z][a-z]{2,8} \d{1,2},? \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}"
-    r"|\d{1,2}/\d{1,2}/\d{4})"
+    r"(?:\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}"
+    r"|(?:[A-Z][a-z]{2,8},? )?[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
 )
 _HOURS = r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AP]M)?"
-_ZONE = r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d|[A-Z][a-z]{1,20}/\w{1,30}))"
+_ZONE = (
+    r"(?: ?(?:\([A-Z][\w ,:/+-]{1,40}\)|Z|[A-Z]{2,5}(?:[+-]\d[\d:]{0,4})?|[+-]\d\d:?\d\d"
+    r"|[A-Z][a-z]{1,20}/\w{1,30}))"
+)
 _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
+_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
-def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
+def lines(label: str, marker: str, pattern: str) -> Lift:
     """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
     compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
 
@@ -1524,7 +1265,7 @@ def lines(label: str, marker: str, pattern: str, spares: str) -> Lift:
                 yield Piece([match.span()], match.group().strip())
             at = match.end() if match else text.find("\n", at) + 1 or len(text)
 
-    return Lift(label, marker, find, spares)
+    return Lift(label, marker, find)
 
 
 def inbound_member(name: str) -> Lift:
@@ -1535,8 +1276,7 @@ def inbound_member(name: str) -> Lift:
             for found in json_members(text, start, (name,))[1]:
                 yield Piece(with_commas(text, [found]), text[slice(*found)])
 
-    spares = "a member of that name in other JSON"
-    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, spares, fenced=True)
+    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 
 
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
@@ -1551,9 +1291,7 @@ GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand betwe
 }
 
 
-def git_snapshot(
-    label: str, marker: str, first: str, needed: set[str], spares: str, **other: str
-) -> Lift:
+def git_snapshot(label: str, marker: str, first: str, needed: str, **other: str) -> Lift:
     """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
     `other` are parts that this client writes in another way."""
     parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
@@ -1565,59 +1303,48 @@ def git_snapshot(
         while opening := begin.search(text, end):
             start = at = opening.start()
             left = dict(parts)
-            while name := next((name for name in left if left[name].match(text, at)), ""):
-                part = left.pop(name).match(text, at)
-                assert part is not None
+            while part := next(filter(None, (left[name].match(text, at) for name in left)), None):
+                left = {name: one for name, one in left.items() if one is not part.re}
                 end = at = part.end()
                 while text.startswith("\n", at):
                     at += 1
-            if needed.isdisjoint(left):
+            if left.keys().isdisjoint(needed.split(", ")):
                 yield Piece([(start, end + text.startswith("\n", end))], text[start:end].strip())
 
-    return Lift(label, marker, find, spares)
+    return Lift(label, marker, find)
 
 
 LIFTS = (
-    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}",
-          "`Current date` inside a sentence"),
+    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}"),
     lines("OpenClaw: runtime", "| sessionId=",
-          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
-          "the runtime line without a session id, which is stable"),
+          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*"),
     lines("OpenClaw: sessions", " Sessions\n",
-          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
-          "the same words without a list of sessions"),
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+"),
     inbound_member("sender_id"),
     inbound_member("flags"),
-    git_snapshot("Claude Code: git status", "gitStatus", "title", {"title"},
-                 "`# gitStatus` in a user reminder, git advice in tool descriptions",
+    git_snapshot("Claude Code: git status", "gitStatus", "title", "title",
                  status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
-          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?",
-          "`The date has changed. Today's date is now ...`, which is part of the story"),
+          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
-          rf"[ \t]*Today's date: {_DATE}", "`Today's date:` without a date behind it"),
-    lines("Qwen Code: git status", "Current branch: ", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
-          "`git:` in running text or advice on commands"),
+          rf"[ \t]*Today's date: {_DATE}"),
+    lines("Qwen Code: git status", "Current branch: ",
+          r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*"),
     lines("Continue: git status", "gitStatus",
-          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>',
-          "other <context> blocks: rules and project files are stable"),
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>'),
     git_snapshot("Vibe, hermes: git status", "Recent commits:",
-                 "branch, short branch, main, status, commits", {"commits"},
-                 "`Recent commits` without commit lines"),
-    git_snapshot("Crush: git status", "Current branch: ", "branch", {"branch", "status"},
-                 "a branch without a status"),
+                 "branch, short branch, main, status, commits", "commits"),
+    git_snapshot("Crush: git status", "Current branch: ", "branch", "branch, status"),
     lines("hermes: Conversation started", "Conversation started: ",
-          rf"Conversation started: {_MOMENT}", "`Conversation started` without a date"),
+          rf"Conversation started: {_MOMENT}"),
     lines("OpenHands: current time", "<CURRENT_DATETIME>",
-          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>", "the tag in the middle of a line"),
+          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>"),
     lines("AnythingLLM, goose: current time", "<current",
-          r"<(current-time|current_datetime|current_time)>[^<]{0,200}</\1>", "the tag in the middle of a line"),
-    lines("Copilot CLI: session", "Session ",
-          r"Session \w+: [^\n]*/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-          "paths without a session's uuid: working directories are stable"),
+          r"<(current[-_]time|current_datetime)>[^<]{0,200}</\1>"),
+    lines("Copilot CLI: session", "Session ", rf"Session \w+: [^\n]*/{_UUID}"),
     *(
         lines(f"Open WebUI, goose: Current {name}", "urrent ",
-              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", "a longer sentence that only mentions it")
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}")
         for name in ("date", "time", "date and time", "datetime")
     ),
 )  # fmt: skip
@@ -1663,16 +1390,18 @@ def fences(text: str) -> list[Span]:
 def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Those pieces that do not stand in a fence together with other text."""
     inside: list[Span] | None = None
-    index = 0
+    tried = -1  # the newest fence that was looked at: no second piece of it can fill it
     for piece in pieces:
         if inside is None:
-            inside = fences(text) if "```" in text or "~~~" in text else []
+            inside = fences(text)
         start, end = piece.spans[0]
-        while index < len(inside) and inside[index][1] <= start:
-            index += 1
-        fenced = index < len(inside) and inside[index][0] < end
-        if not fenced or text[slice(*inside[index])].strip() == piece.text:
+        at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
+        if at == len(inside) or inside[at][0] >= end:
             yield piece
+        elif at > tried:
+            tried = at
+            if text[slice(*inside[at])].strip() == piece.text:
+                yield piece
 
 
 Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
@@ -1681,10 +1410,8 @@ Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the la
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
-    present: dict[str, bool] = {}
+    present = {marker: marker in text for marker in {row.marker for row in rows}}
     for row in rows:
-        if row.marker not in present:
-            present[row.marker] = row.marker in text
         pieces = row.find(text) if present[row.marker] else ()
         if not row.fenced:
             pieces = counting(text, pieces)
@@ -2873,8 +2600,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer; None where it did not (never 0 for unknown). Tokens,
-    milliseconds."""
+    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -2883,58 +2609,64 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        return (
-            self.prompt - self.cached
-            if self.prompt is not None and self.cached is not None
-            else None
-        )
+        if self.prompt is None or self.cached is None:
+            return None
+        return self.prompt - self.cached
 
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
-    **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
-    **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
-    "input_tokens": "input",  # in /v1/messages only what was not cached
-    "cache_read_input_tokens": "cache_read",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
+    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
+    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    # Anthropic's: input_tokens are only what was not cached.
+    "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    **{
-        name: name for name in ("cache_n", "prompt_n", "prompt_ms")
-    },  # llama.cpp's result_timings::to_json
-}
+    # llama.cpp's result_timings::to_json
+    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
+}  # fmt: skip
 USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-# Events that hold numbers, at each end of a window: where each has some, they are running totals.
-USAGE_TRIES = 8
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(first: bytes, last: bytes = b"") -> Usage:
-    """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
+def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
+    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
+    if not streamed:
+        return [[window] for window in windows]
+    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
 
-    `first` is the whole of it, or its first bytes, and `last` its last ones."""
-    found: dict[str, float] = {}
-    for window in (first, last) if last else (first,):
-        text = window.decode("latin-1")  # all that matters is ASCII
-        streamed = text.startswith("data:") or "\ndata:" in text
-        lines = (
-            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
-            if streamed
-            else [text]
-        )
-        whole = window is (last or first)  # else its last line may be cut off
-        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
+    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
+    found: Json = {}
+    windows = answer_texts(first, last)
+    for window in windows:
+        texts = [text for text in window if USAGE_MEMBERS.search(text)]
+        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 try:
-                    event = json.loads(line.removeprefix("data:"))
+                    event = members(json.loads(text))
                 except ValueError:
-                    event = last_members(line) if whole else {}
-                for part in (event, members(event).get("response"), members(event).get("message")):
-                    numbers = members(part)
-                    named = {key: numbers.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
-    return settled(found)
+                    event = last_members(text) if window is windows[-1] else {}
+                for part in map(members, (event, event.get("response"), event.get("message"))):
+                    named = {key: part.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+    prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
+    if "input" in found:
+        cached = found.get("cache_read", cached)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
+    if read is not None and "cache_n" in found:
+        prompt, cached = read + found["cache_n"], found["cache_n"]
+    elif read is not None and cached is None and prompt is not None and prompt >= read:
+        cached = prompt - read  # a llama-server without cache_n
+    if prompt is not None and cached is not None:
+        cached = min(cached, prompt)
+    return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
 def last_members(text: str) -> Json:
@@ -2949,41 +2681,18 @@ def last_members(text: str) -> Json:
     return {}
 
 
-def read_numbers(found: dict[str, float], numbers: Json) -> None:
+def read_numbers(found: Json, numbers: Json) -> None:
     """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
     for key, number in numbers.items():
-        if (
-            key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15
-        ):  # no bool, NaN or infinity
-            found[USAGE_KEYS[key]] = number
-        elif isinstance(number, dict):
+        if isinstance(number, dict):
             read_numbers(found, number)
+        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
+            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
 
 
-def settled(found: dict[str, float]) -> Usage:
-    """What follows from the numbers that were found; what does not stays None."""
-    prompt, cached = found.get("prompt"), found.get("cached")
-    if "input" in found:
-        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
-        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
-        cached = found.get("cache_read", cached)
-    if "prompt_n" in found:
-        if "cache_n" in found:
-            prompt, cached = found["prompt_n"] + found["cache_n"], found["cache_n"]
-        elif cached is None and prompt is not None and prompt >= found["prompt_n"]:
-            cached = (
-                prompt - found["prompt_n"]
-            )  # before cache_n: prompt_n was already what had to be read
-    if cached is not None and prompt is not None:
-        cached = min(cached, prompt)
-    prompt, cached, output = (
-        None if number is None else int(number) for number in (prompt, cached, found.get("output"))
-    )
-    return Usage(prompt, cached, found.get("prompt_ms"), output)
-
-
+# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
 _PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2993,25 +2702,19 @@ ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of ob
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    found: list[tuple[str, frozenset[str]]] = []
-    for window in filter(None, (first, last)):
-        texts: list[str] = []
-        calls: set[str] = set()
-        lines = [window]
-        if streamed:
-            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
-                for text, call in answer_parts(json.loads(line)):
-                    texts.append(text)
-                    calls.add(plain(call))
-        found.append(("".join(texts), frozenset(calls - {""})))
-    if not found:
+    windows: list[tuple[str, set[str]]] = []
+    for window in answer_texts(first, last):
+        said: list[tuple[str, str]] = []
+        for text in window:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
+                said += answer_parts(json.loads(text))
+        calls = {plain(call) for _, call in said if call}
+        windows.append(("".join(text for text, _ in said), calls - {""}))
+    if not windows:
         return UNREAD
-    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
-    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
-    return answer if answer.opening or answer.closing or answer.calls else UNREAD
+    (opening, calls), (closing, more) = windows[0], windows[-1]
+    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
+    return heard if any(heard[:3]) else UNREAD
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -3037,40 +2740,37 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class Segment(NamedTuple):
-    """A piece of a prompt as the server reads it: `where` names it for people."""
+# --- a prompt as text -----------------------------------------------------------------------------
 
-    where: str
-    text: str
-
-
-# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts
-# are compared as a whole where that takes one pass.
+# What of a prompt is looked at, so that no body makes the search for a change long.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 CURE_LINES = 4  # of a system prompt that one cure covers
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
-def segments_of(view: View) -> list[Segment]:
-    """The prompt in the order system, tools, turns; without reasoning, which clients and chat
-    templates drop at will."""
-    found = [Segment("system", turn.text()) for turn in view.system()]
+def segments_of(view: View) -> list[tuple[str, str]]:
+    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
+    turns; without reasoning, which clients and chat templates drop at will."""
+    found = [("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
-        found.append(Segment(f"tool {tool_name(tool)}", text))
+        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = rendered(turn)
-        found.append(Segment(f"turn {number} ({role})", turn.told))
-    if len(found) > SEGMENTS:
-        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
-        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
+            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+        found.append((f"turn {number} ({role})", turn.told))
+    if rest := found[SEGMENTS:]:
+        name, text = found[SEGMENTS - 1]
+        text = "\n".join([text, *(text for _, text in rest)])
+        found[SEGMENTS - 1 :] = [(name + " and later", text)]
     return found
 
 
@@ -3079,84 +2779,118 @@ def reasoning_of(view: View) -> set[int]:
     found, number = set(), 1
     for turn in view.turns[view.leading() :]:
         item = turn.item or {}
-        kinds = [members(part).get("type") for part in listed(item.get("content"))]
-        if (
-            turn.role == "reasoning"
-            or item.get("reasoning_content")
-            or any(kind in REASONING_PARTS for kind in kinds)
-        ):
+        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
+        if thinks or turn.role == "reasoning":
             found.add(number)
         number += turn.role != "reasoning"
     return found
 
 
-def rendered(turn: Turn) -> str:
-    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
-    images; not its reasoning."""
-    content, item = turn.holder.get(turn.key), turn.item or {}
-    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
-    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
-    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
-    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
-    return "\n".join(filter(None, pieces))
+# What of an item, part, call or result the server reads, in this order.
+SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
+             "arguments", "input", "tool_calls")  # fmt: skip
 
 
-def part_text(part: Any) -> str:
-    """A content part, result or call as text. An image's bytes stand for few tokens, and are
-    replaced by a hash."""
-    if not isinstance(part, dict):
-        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
-    kind, name = part.get("type"), tool_name(part)
-    if kind in TEXT_PARTS:
-        return str(part.get("text") or "")
-    if kind in UNSAID_PARTS:
-        return ""
-    if kind == "tool_result":  # llama-server joins the texts of a result
-        content = part.get("content")
-        texts = map(part_text, content if isinstance(content, list) else [content])
-        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
-    if name != "?":
-        call = {**part, **members(part.get("function"))}
-        given = arguments_text(call.get("arguments", call.get("input")))
-        return "\n".join((plain(part.get("id")), name, given))
-    text = json.dumps(bare(part))
-    if len(text) > 2048:
-        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
-    return text
-
-
-def arguments_text(value: Any) -> str:
-    """A call's arguments: in any spelling they are equal to the server, which parses them."""
+def part_text(value: Any) -> str:
+    """All that the server reads of an item, a part, a call or a result: ids, names and texts,
+    without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
+    stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    return "" if value is None else json.dumps(value)
-
-
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
-    393)."""
-    return 70 + sys.getsizeof(text)
-
-
-def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
-    a, b = a[:COMPARED], b[:COMPARED]
-    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
-        return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(part_text, value)))
+    if not isinstance(value, dict):
+        return "" if value is None else json.dumps(value)
+    kind = value.get("type")
+    if kind in UNSAID_PARTS:
+        return str(value.get("text") or "") if kind in TEXT_PARTS else ""
+    keys = [key for key in SAID_KEYS if key in value]
+    if not keys:
+        return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), json.dumps(bare(value)))
+    pieces = [plain(value["id"])] if "id" in value and tool_name(value) != "?" else []
+    pieces += [plain(value[key]) if key.endswith("id") else part_text(value[key]) for key in keys]
+    return "\n".join(filter(None, pieces))
 
 
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    if not isinstance(name, str):
-        return "?"
-    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
+    return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
+
+
+class Prompt:
+    """A prompt as it was forwarded, segment by segment: names and texts.
+
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
+    `tokens` and `number` are known once the request is finished."""
+
+    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
+        self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
+        self.names = [name for name, _ in segments]
+        self.texts = [text for _, text in segments]
+        self.first = sum(not name.startswith("turn ") for name in self.names)
+        self.chain, self.turns = links(segments), links(segments[self.first :])
+        self.head = self.chain[self.first - 1] if self.first else 0
+        self.tokens: int | None = None
+        self.number = 0
+
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
+
+    def tools(self) -> list[str]:
+        return [name[5:] for name in self.names if name.startswith("tool ")]
+
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[tuple[str, str]]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3170,6 +2904,19 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def common_suffix(a: str, b: str) -> int:
     return common_prefix(a[::-1], b[::-1])
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two texts are versions of one: half of the longer one is common at the start and the
+    end, or in lines."""
+    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
+        return a == b
+    a, b = a[:COMPARED], b[:COMPARED]
+    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+        return True
+    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
+    return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -3187,11 +2934,11 @@ KINDS = (  # what a differing span looks like, most telling first
     ("counter", r"\d+(?:[.,]\d+)*"),
     ("id", r"\b\w*\d\w*"),
 )
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
-    text."""
+    """What the texts look like where they part: one of KINDS, removed, added or text."""
     if at >= len(after.rstrip()):
         return "removed"
     if at >= len(before.rstrip()):
@@ -3201,9 +2948,8 @@ def kind_of(before: str, after: str, at: int) -> str:
         words = []
         for text in (before, after):
             hits = re.finditer(pattern, text[start : at + 80])
-            words.append(
-                next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), "")
-            )
+            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
+            words.append(next(there, ""))
         if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
     return "text"
@@ -3214,6 +2960,23 @@ def around(text: str, at: int) -> str:
     start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
     return text[start : min(end if end >= 0 else len(text), at + 40)]
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+VERDICTS = {
+    "cold": "nothing like it was sent before",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
+    "rewritten": "the client changed earlier content",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
+    "not reported": "the server gave no cache numbers",
+}
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
+}
 
 
 @dataclasses.dataclass
@@ -3243,124 +3006,25 @@ class Verdict:
         return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
-        """The second log line, for a prompt that was not reused; '' when there is nothing to
-        say."""
-        if self.name in ("lost", "template", "not reported"):
-            return self.advice
-        if self.name == "new branch" and self.kind in RETURNS:
-            return RETURNS[self.kind]
+        """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
+        if self.name == "new branch":
+            return RETURNS.get(self.kind, "")
         if self.name != "rewritten":
-            return ""
+            return self.advice
+        told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
         elif self.kind == "reasoning":
             told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        else:
-            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
-
-
-VERDICTS = {
-    "cold": "nothing like it was sent before",
-    "extended": "goes on from this conversation's last prompt, and the server reused it",
-    "rewritten": "the client changed earlier content",
-    "template": "the client did its part, but the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation, or with an older prompt",
-    "not reported": "the server gave no cache numbers",
-}
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
-}
-VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
-
-
-class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
-
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
-    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
-    of the conversation's first prompt."""
-
-    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
-
-    def __init__(
-        self,
-        view: View,
-        conversation: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [segment.where for segment in segments]
-        self.texts = [segment.text for segment in segments]
-        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
-        self.first = next(is_turn, len(segments))
-        self.chain = links(segments)
-        self.turns = links(segments[self.first :])
-        self.tokens: int | None = None
-        self.number, self.pace = 0, 0.0
-
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
-
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def head(self) -> int:
-        """A hash of all before the first turn."""
-        return self.chain[self.first - 1] if self.first else 0
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
-
-    def goes_on(self, base: Prompt) -> bool:
-        """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
-
-    def common(self, other: Prompt) -> int:
-        """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return "; ".join(filter(None, (told, self.advice, self.cure)))
 
 
 @dataclasses.dataclass
 class Case:
     """A prompt under judgement, until the server's numbers are known.
 
-    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
-    was made from, else the closest one of another conversation. `between` are the prompts that the
-    server got since then."""
+    `base` is this conversation's prompt that it goes on from (`whole`) or was made from; `between`
+    are the prompts that the server got since the one that it was compared with."""
 
     verdict: Verdict
     prompt: Prompt
@@ -3389,43 +3053,42 @@ class Ledger:
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle().
-
-        `lost_at` is when the server was last found away, on the clock of the prompts."""
-        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        later, in settle(). `lost_at`: when the server was last found away, on the prompts' clock."""
+        verdict = Verdict(side=prompt.side, step=prompt.step)
+        case = Case(verdict, prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
             stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            longest = self.longest(prompt)
+            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+            longest = None if link is None else self.entries[self.index[link]]
             self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        verdict, case.base = case.verdict, previous(prompt, stored)
-        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
+        case.base = base = previous(prompt, stored)
+        if base is None:  # of other conversations the closest one, rather one with the same tools
+            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
         case.whole = case.base is not None and prompt.goes_on(base)
         common = max(prompt.common(one) for one in (base, longest or base))
         verdict.share = common / (prompt.length() or 1)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between = newer[:COMPARED_PROMPTS]
-        case.away = base.time < lost_at
-        if case.whole:
-            verdict.name = "extended"
-            talk, head = base.conversation, base.head()
-            again = [one for one in newer if one.conversation == talk and one.head() == head]
-            if not prompt.side and any(not one.side for one in again):
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
+        if not case.whole:
+            locate_change(case, base)
+            place = verdict.where.partition(" ")[0]
+            same = place != "system" or alike(base.system(), prompt.system())
+            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+            volatile = place != "turn" and verdict.kind in VOLATILE
+            if not prompt.side and same and (goes_on or volatile):
+                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+            else:
+                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
             return case
-        case.texts = locate_change(verdict, base, prompt)
-        if not prompt.side and is_rewritten(verdict, case, base):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-        else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        verdict.name, talk = "extended", (base.conversation, base.head)
+        again = [one for one in newer if (one.conversation, one.head) == talk]
+        if not prompt.side and any(not one.side for one in again):
+            same = len(prompt.chain) == len(base.chain)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
-
-    def longest(self, prompt: Prompt) -> Prompt | None:
-        """The newest prompt of those that share most segments with this one."""
-        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -3451,6 +3114,11 @@ class Ledger:
                 self.size -= text_size(entry.texts[place])
 
 
+def text_size(text: str) -> int:
+    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
+    return 70 + sys.getsizeof(text)
+
+
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
@@ -3458,73 +3126,49 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     `stored`: the newest first. What stands before the turns does not count here. One whose last
     message alone was put in another way (a branch, a question beside the conversation) is passed
     over."""
-    name, side = prompt.conversation, prompt.side
-    talk = (one for one in stored if one.conversation == name and (side or not one.side))
-    own = list(itertools.islice(talk, COMPARED_PROMPTS))
-    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
     whole = changed = None
     deepest, reached = (-1, 0), -1
-    for entry in own + relatives:
+    entries = relatives(prompt, stored)
+    for entry in entries:
         depth = common_prefix(prompt.turns, entry.turns)
-        may_have_changed = changed is None and entry in (own or relatives)
         if depth == len(entry.turns) or prompt.goes_on(entry):
             if (depth, prompt.common(entry)) > deepest:
                 whole, deepest = entry, (depth, prompt.common(entry))
-        elif may_have_changed and depth > deepest[0] and prompt.answered(depth):
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
             changed, reached = entry, depth
-    return whole if whole is not None and deepest[0] > reached else changed
+    return whole if deepest[0] > reached else changed
 
 
-def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """Prompts that look like this conversation's under another name, the newest first: under a
-    system text much like its own, with a first message much like its own or with the same turns."""
-    found = [one for one in stored if one.conversation != prompt.conversation]
-    if "(prompt)" in prompt.names[-1]:
-        return [one for one in found if prompt.goes_on(one)]
-    if not prompt.answered(0) or prompt.side:
-        return []
+def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """The prompts of the same conversation, by its name, or by look where a name changed with the
+    system text or the first words."""
+    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
     texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-    opening = prompt.opening()
 
     def looks_alike(one: Prompt) -> bool:
+        if "(prompt)" in prompt.names[-1]:
+            return prompt.goes_on(one)
+        if side or one.side or not one.turns or not prompt.answered(0):
+            return False
         first = one.opening()
-        begins = first in opening or opening in first or alike(first, opening)
-        return begins or not texts.isdisjoint(one.texts[one.first :])
+        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
+        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
 
-    found = [one for one in found if one.turns and not one.side and looks_alike(one)]
-    return [
-        one for one in found if one.head() == prompt.head() or alike(one.system(), prompt.system())
-    ]
-
-
-def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
-    """The prompt of another conversation that has most in common with this one, rather one with the
-    same tools."""
-    head = prompt.names[: prompt.first]
-    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+    own = (one for one in stored if one.conversation == talk and (side or not one.side))
+    named = list(itertools.islice(own, COMPARED_PROMPTS))
+    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
+    return named + [one for one in others if looks_alike(one)]
 
 
-def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
-    """Whether a prompt that does not go on from an earlier one is that one changed, and not
-    another."""
-    prompt = case.prompt
-    if verdict.where.startswith("turn "):
-        return case.base is not None
-    if verdict.where == "system" and not alike(base.system(), prompt.system()):
-        return False
-    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
-
-
-def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
-    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
-    both have there."""
+def locate_change(case: Case, base: Prompt) -> None:
+    """Say where a prompt parts from an earlier one, and what the change looks like."""
+    verdict, prompt = case.verdict, case.prompt
     was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    (old_name, old), (name, new) = (
-        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
-        for one in (base, prompt)
-    )
+    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
+    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
     verdict.where = name or old_name
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system() != prompt.system():
         verdict.where, old, new = "system", base.system(), prompt.system()
     elif was != now:
@@ -3532,45 +3176,32 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
         had, has = set(was), set(now)
         sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
-            start = len(os.path.commonprefix([was, now]))
+            start = common_prefix(was, now)
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-        return "", ""
-    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
-        verdict.kind = "order of tool results"
-    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
+        return
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "order of tool results" if "(tool)" in name else "in another order"
+    elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        return old, ""
+        case.texts = old, ""
+        return
     elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-        return "", new
+        case.texts = "", new
+        return
     elif old.split() == new.split():
         moved = "(tool)" in name and "(tool)" not in old_name
         verdict.kind = "moved into the result" if moved else "the same words in another form"
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    return old, new
-
-
-def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
-    """Whether the tool results that begin at a place are the same in another order."""
-    lines = []
-    for prompt in (a, b):
-        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
-        results = prompt.texts[depth : depth + len(list(names))]
-        lines.append("\n".join(results).split("\n"))
-    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+    case.texts = old, new
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
-    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
-    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
-
-
-def is_answer(name: str, old_name: str) -> bool:
-    """Whether an answer stands where another turn stood."""
-    return "(assistant)" in name and "(assistant)" not in old_name
+    """Whether a text stands behind a place; a word or two only if close to it."""
+    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
@@ -3623,37 +3254,22 @@ def block_pattern(old: str, new: str) -> str:
     """A pattern of a block without which two user texts are equal; '' if there is none."""
     prefix = common_prefix(old, new)
     suffix = common_suffix(old[prefix:], new[prefix:])
-    for text, other in ((old, new), (new, old)):
-        if text.endswith(other):
-            block = text[: len(text) - len(other)]
-        elif text.startswith(other):
-            block = text[len(other) :]
-        else:  # the paragraphs around the change
-            start = text.rfind("\n\n", 0, prefix) + 1
-            end = text.find("\n\n", len(text) - suffix)
-            block = text[start : end if end >= 0 else len(text)]
-        lines = block.strip().split("\n")
+    for text in (old, new):  # the paragraphs around the change
+        start = text.rfind("\n\n", 0, prefix + 2) + 1
+        end = text.find("\n\n", max(start, len(text) - suffix - 2))
+        lines = text[start : end if end >= 0 else None].strip().split("\n")
         typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
             continue
-        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        opening = shape(re.sub(r"(?s)^(\W*[\w ]*\W?).*", r"\1", lines[0]))
         patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for mark, ending in BLOCK_ENDS:
-            if tag := re.match(mark, lines[0]):
-                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
-        if re.match(r"</|\[/", lines[-1]):
-            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
+            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
         for pattern in patterns:
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
     return ""
-
-
-BLOCK_ENDS = (  # how a program's block begins -> how it ends
-    (r"<([\w-]+)>?", "</{}>"),
-    (r"\[([\w ]*\w)", "[/{}]"),
-)
 
 
 # --- what the server says -------------------------------------------------------------------------
@@ -3679,7 +3295,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict, prompt, base = case.verdict, case.prompt, case.base
     prompt.tokens = usage.prompt
     if base is not None:
-        verdict.base, prompt.pace = base.number, base.pace
+        verdict.base = base.number
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
@@ -3697,8 +3313,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
     verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
     had = case.base.reasoning if case.base is not None and case.whole else set()
-    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
-    if dropped:
+    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
@@ -3719,16 +3334,15 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
 ADVICE = {
-    "away": "the server was away in between (restart or crash)|warmup_file|WARMUP_FILE has it"
-    " read the prompts in again after a start",
+    "away": "the server was away in between (restart or crash)"
+    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the"
-    " model is a hybrid, recurrent or sliding-window one without a checkpoint there"
-    " (--ctx-checkpoints, --swa-full)",
-    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and"
-    " sliding-window models: --ctx-checkpoints), or the chat template renders old turns in"
-    " another way",
+    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
+    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
+    " --swa-full)",
+    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
+    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "system": "the client writes this part of its system prompt anew",
@@ -3737,8 +3351,8 @@ ADVICE = {
     "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
     " read all again",
     "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was"
-    " no checkpoint in front of the change: --ctx-checkpoints, --swa-full",
+    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
+    " in front of the change: --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
@@ -3762,29 +3376,23 @@ def taken_advice(case: Case, own: float) -> str:
     set) of its prompt; what the slot held goes to the host cache only if less than half of it
     stays (server-context.cpp, get_available_slot)."""
     base = case.base or case.prompt
-    shared, other = max(
-        ((one.common(base) / (one.length() or 1), one) for one in case.between),
-        key=lambda pair: pair[0],
-    )
-    who = f"a {other.side} request" if other.side else "another conversation"
-    if other.conversation == base.conversation and not other.side:
-        who = "a request of the same chat in another form"
-    more = len(case.between) - 1
-    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    shares = [one.common(base) / (one.length() or 1) for one in case.between]
+    shared = max(shares)
+    other = case.between[shares.index(shared)]
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    told = (f"a {other.side} request" if other.side else who) + " came in between"
     if shared <= 0.1:
         return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
     size = other.tokens or other.length() // 4
     told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
-    told += " and so was given this slot"
     wanted = math.ceil(100 * shared + 1) / 100
-    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
-        apart = "no -sps keeps two apart that have so much in common"
-    one_slot = "-np 2 gives each its own, if memory allows"
-    slots = case.server.get("slots")
-    if slots is None:
-        return f"{told}: with one slot, {one_slot}; with several, {apart}"
-    return f"{told}: {one_slot if slots == 1 else apart}"
+        several = "no -sps keeps two apart that have so much in common"
+    one = "-np 2 gives each its own, if memory allows"
+    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
+    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3796,16 +3404,12 @@ SIDE_SHAPES = re.compile(
     r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-# One must be there before the slow search.
-SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others.
-
-    Such requests have prompts of their own; that they share little is no fault.
-    """
+    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
+    fault."""
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
@@ -3819,10 +3423,8 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    for text in [turn.text()[:2000].lower() for turn in turns]:
-        if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
-            return str(match.lastgroup)
-    return ""
+    matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
+    return next((str(match.lastgroup) for match in matches if match), "")
 
 
 def step_of(view: View) -> str:
@@ -4371,6 +3973,7 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
+TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
@@ -4410,7 +4013,6 @@ class Relay(BaseHTTPRequestHandler):
         self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.explained = False  # this request, while the model works
         self.held = 0  # bytes of its body
         self._headers_buffer = []
 
@@ -4503,11 +4105,11 @@ class Relay(BaseHTTPRequestHandler):
         if events == WRITE:
             self.poller.modify(self.upstream.sock, READ | WRITE)
         happened, seconds = 0, self.proxy.config.read_timeout
-        if not self.explained:
+        if not self.exchange.explained:
             happened = self.server_events(min(QUIET_SECONDS, seconds))
             if not happened:
-                self.explained = True
                 self.proxy.explain(self.exchange)
+                self.exchange.explained = True
         happened = happened or self.server_events(seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
@@ -4572,9 +4174,7 @@ class Relay(BaseHTTPRequestHandler):
         if not start:
             return False
         if not TOKEN_BYTES.match(start):
-            raise Refused(
-                400, "This is not HTTP; the address may need http:// instead of https://."
-            )
+            raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
         self.until = time.monotonic() + self.proxy.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
@@ -4598,13 +4198,9 @@ class Relay(BaseHTTPRequestHandler):
         if not match:
             raise Refused(400, "This is not an HTTP request line.")
         if match[3] != b"1":
-            raise Refused(
-                505,
-                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
-                " of https://.",
-            )
-        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+            raise Refused(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         old = match[4] == b"0"
+        self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
             length = body_length(headers)
@@ -4630,10 +4226,7 @@ class Relay(BaseHTTPRequestHandler):
     def origin_form(self, target: str) -> str:
         """The path of a request's target. Raises Refused for one that a server has no answer to."""
         if self.command == "CONNECT":
-            raise Refused(
-                405,
-                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
-            )
+            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
         if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
             target = target[absolute.end() :]
             target = target if target[:1] == "/" else "/" + target
@@ -4641,70 +4234,52 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(400, "The request's target must be a path.")
         return target
 
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+    def expect(self, request: Request) -> None:
+        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
+        nothing speaks against it. The library does it as soon as it has the head."""
+        if request.get("expect").lower() != "100-continue" or request.old:
+            return
+        self.until = 0.0
+        try:
+            self.rfile.peek(1)  # the body may be here already
+        except TimeoutError:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def begin_body(self, request: Request) -> None:
-        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
-        10.1.1), that is done only now, when nothing speaks against it."""
+    def body(self, request: Request) -> Iterator[bytes]:
+        """A request's body as it comes."""
+        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
         self.request.received, self.in_body = 0, True
-        if request.get("expect").lower() == "100-continue" and not request.old:
-            self.until = 0.0
-            try:
-                self.rfile.peek(1)  # it may be here already
-            except TimeoutError:
-                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.expect(request)
         self.until = time.monotonic() + BODY_SECONDS
-
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end."""
-        data: bytes = self.rfile.read1(size)
-        if not data:
-            raise ClientGone
-        return data
-
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise self.too_long()
-        body = bytearray()
-        if not length and not request.chunked:
-            return body
-        self.begin_body(request)
         try:
             for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                body += payload
-                self.hold(len(payload))
-            while len(body) < length:
-                data = self.receive(min(1 << 20, length - len(body)))
-                body += data
-                self.hold(len(data))
+                yield payload
+            while left:
+                data = self.rfile.read1(min(left, 1 << 18))
+                if not data:
+                    raise EOFError
+                left -= len(data)
+                yield data
         except BodyTooLong:
-            raise self.too_long() from None
+            raise Refused(413, TOO_LONG % limit) from None
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
-            raise self.too_slow() from None
+            text = f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed."
+            raise Refused(408, text) from None
         except EOFError:
             raise ClientGone from None
+
+    def read_body(self, request: Request) -> bytearray:
+        """The whole body; its bytes are counted until the request has ended."""
+        body = bytearray()
+        for data in self.body(request) if request.length or request.chunked else ():
+            body += data
+            self.held += len(data)
+            if not self.server.hold(len(data)):
+                raise Refused(503, "All bodies together take too much memory; try again soon.")
         self.server.waiting.pop(self.socket, None)
         return body
-
-    def hold(self, size: int) -> None:
-        """Count bytes of a body that stay in memory until the request has ended."""
-        self.held += size
-        if not self.server.hold(size):
-            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
-
-    def too_long(self) -> Refused:
-        limit = self.proxy.config.max_body_mb << 20
-        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
-
-    def too_slow(self) -> Refused:
-        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -4712,14 +4287,15 @@ class Relay(BaseHTTPRequestHandler):
         self.check_origin(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
+            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.explained = False
         self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
+            self.check_length(request.length or 0)
             if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
@@ -4729,8 +4305,6 @@ class Relay(BaseHTTPRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
-                raise self.too_long()
             self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
         except Refused as refused:
@@ -4747,23 +4321,24 @@ class Relay(BaseHTTPRequestHandler):
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, TOO_LONG % limit)
+
     def check_origin(self, request: Request) -> None:
         """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(
-                403,
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
+            text = (
+                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
             )
-        if request.method != "POST" or not from_other_site(request):
-            return
+            raise Refused(403, text)
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(
-                403, "A web page of another site may only send application/json to this server."
-            )
+        if request.method == "POST" and kind != "application/json" and from_other_site(request):
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The library's errors are HTML pages; these are what clients of the API understand."""
@@ -4810,21 +4385,29 @@ class Relay(BaseHTTPRequestHandler):
         a connection used before and nothing came back: the server had closed it (RFC 9112 section
         9.3.1)."""
         backend = self.proxy.backend
-        streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
-        response = None
-        upstream = None if streamed else backend.pool.take()
+        # A body that is passed on as it comes cannot be sent twice.
+        upstream = (
+            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
+        )
         if upstream is not None:
             with contextlib.suppress(http.client.RemoteDisconnected):
-                response = self.ask(exchange, upstream, 0)
-        if upstream is None or response is None:
-            upstream = self.connect()
-            try:
-                response = self.ask(exchange, upstream, streamed)
-            except http.client.RemoteDisconnected:
-                backend.lost()
-                message = "closed the connection without an answer; its log may say why."
-                raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+                return self.forward_over(exchange, upstream)
+        try:
+            self.forward_over(exchange, self.connect())
+        except http.client.RemoteDisconnected:
+            backend.lost()
+            message = "closed the connection without an answer; its log may say why."
+            raise Refused(502, f"The model server at {backend.name()} {message}") from None
+
+    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
+        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
+        try:
+            response = self.ask(exchange, upstream)
+            self.relay(exchange, response)
+        except BaseException:
+            upstream.close()
+            raise
+        self.proxy.backend.pool.give(upstream, response)
 
     def connect(self) -> Upstream:
         """A new connection to the server. Raises Refused."""
@@ -4840,9 +4423,8 @@ class Relay(BaseHTTPRequestHandler):
                 f" and is BACKEND_URL right? {USUAL_PORTS}",
             ) from None
 
-    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
-        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
+        """Send a request and read the answer's head."""
         stream = upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         self.upstream, self.poller = upstream, Poll()
@@ -4854,24 +4436,20 @@ class Relay(BaseHTTPRequestHandler):
             # The client may have left by now, and what an idle connection has is its end.
             if self.server_events(0) and upstream.expires:
                 raise ConnectionResetError
-            self.send_request(exchange, upstream, streamed)
+            self.send_request(exchange, upstream)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
-        except BaseException as fault:
-            upstream.close()
-            if isinstance(fault, TimeoutError):
-                raise Refused(504, f"The model server does not answer: {fault}.") from None
-            if isinstance(fault, BadMessage):
-                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
-            if isinstance(fault, (ConnectionError, EOFError)):
-                if not stream.received:
-                    raise http.client.RemoteDisconnected("") from None
-                raise Refused(  # it is not repeated: the server may have run it
-                    502, "The model server closed the connection in the head of its answer."
-                ) from None
-            raise
+        except TimeoutError as late:
+            raise Refused(504, f"The model server does not answer: {late}.") from None
+        except BadMessage as bad:
+            raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
+        except (ConnectionError, EOFError):
+            if not stream.received:
+                raise http.client.RemoteDisconnected("") from None
+            text = "The model server closed the connection in the head of its answer."
+            raise Refused(502, text) from None  # not repeated: the server may have run it
 
-    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
         """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
         target = under(upstream.url, request.target).decode("latin-1")
@@ -4887,33 +4465,25 @@ class Relay(BaseHTTPRequestHandler):
                 length = request.length or 0 if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if streamed:
-                self.pass_body(request, upstream, streamed)
+            if body is None and request.length:
+                self.pass_body(request, upstream)
             upstream.unfinished = False
-        except (Answered, ConnectionError):
-            pass  # an early answer (413, 401), or one that stands before the close
-        if streamed and upstream.unfinished:
-            # What is left of the body must not be taken for the next request.
-            self.close_connection = self.linger = True
+        except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
+            if body is None and request.length:  # the rest must not become the next request
+                self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
-        """Pass a body on as it comes."""
-        self.begin_body(request)
-        while length:
-            try:
-                data = self.receive(min(1 << 18, length))
-            except TimeoutError:
-                raise self.too_slow() from None
-            length -= len(data)
+    def pass_body(self, request: Request, upstream: Upstream) -> None:
+        """Send a body on as it comes. The time that the server takes is not the client's."""
+        for data in self.body(request):
             begun = time.monotonic()
             upstream.send(data)
-            self.until += time.monotonic() - begun  # the server's time is not the client's
+            self.until += time.monotonic() - begun
         self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
-    def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
+    def relay(self, exchange: Exchange, response: Response) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
@@ -4936,16 +4506,12 @@ class Relay(BaseHTTPRequestHandler):
             exchange.tap = None
         try:
             self.pump(exchange, response)
-        except BaseException as fault:
-            upstream.close()
-            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
-                raise
+        except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-        self.proxy.backend.pool.give(upstream, response)
 
     def pump(self, exchange: Exchange, response: Response) -> None:
         """Send the client an answer's body, with its head in front."""
@@ -5440,24 +5006,21 @@ class Proxy:
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it: once, when the server is silent or has
         answered."""
-        view = exchange.view
-        if view is None or exchange.counting or exchange.explained:
+        view, received = exchange.view, exchange.received
+        if view is None or received is None or exchange.counting or exchange.explained:
             return
         exchange.explained = True
         agent = "x-claude-code-agent-id"
+        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
         try:
-            headers = {agent: exchange.request.get(agent)}
-            talk, now, received = exchange.trace.conversation, time.monotonic(), None
-            prompt = Prompt(view, talk, headers, now)
-            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict = exchange.case.verdict
-            exchange.case.idle = exchange.started - self.last_end
-            if exchange.forwarded is not exchange.received and exchange.received is not None:
-                received = view_of(parse(exchange.received), view.dialect)
-            if received is not None:
-                prompt = Prompt(received, talk, headers, now)
+            prompt = Prompt(view, *told)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
+            if exchange.forwarded is not received:
+                original = view_of(parse(received), view.dialect)
+                prompt = Prompt(original, *told) if original is not None else prompt
             straight = self.received.judge(prompt)
-            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+            exchange.straight, case.moved = straight.verdict.share, straight.whole
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -5469,10 +5032,10 @@ class Proxy:
             return []
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        told = (
-            f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
-        )
-        told += f" regex={report.regex_removed} lifted={report.lifted} dropped={report.dropped}"
+        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
+        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
+        removed |= {"lifted": report.lifted, "dropped": report.dropped}
+        told = " ".join(f"{name}={count}" for name, count in removed.items())
         fields: Json = {"Removed": told, "Replayed": report.replayed}
         if verdict is not None:
             fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
@@ -5487,7 +5050,8 @@ class Proxy:
             (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
-        """Read the usage, settle the verdict, write log, page, metrics and capture."""
+        """Read an answer's numbers and record the request; if less was reused than should have
+        been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
@@ -5495,95 +5059,40 @@ class Proxy:
                 self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            tap = exchange.tap
-            first, last = tap.windows() if tap is not None else (b"", b"")
+            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
             if record := exchange.trace.record:
                 record.answer = heard_answer(first, last) if answered else None
                 record.tap = None
             if exchange.status == 400 and CONTEXT_FULL.search(first):
                 self.replay.overflowed(exchange.trace)
-            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
                 exchange.verdict = exchange.case = None
-            elif exchange.verdict is not None:
+            else:
+                exchange.usage = usage_of(first, last)
+            if exchange.verdict is not None:
                 self.warmup.remember(exchange)
             exchange.tap = exchange.view = None
             exchange.trace = Trace(exchange.trace.conversation)
             case = exchange.case
-            if (
-                case is not None
-                and missing_tokens(case, exchange.usage)
-                and self.asking.acquire(False)
-            ):
+            lost = case is not None and missing_tokens(case, exchange.usage)
+            if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
-    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
-        """Where the chat template renders a conversation's turns in another way than it did for the
-        request before: the turn, and both texts there. None: it does not, or nothing tells."""
-        with self.metrics.guard:
-            kept = [one for one in self.metrics.recent if one.number == base.number]
-        texts = []
-        for one in (*kept, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
-            found = members(answer).get("prompt")
-            if not isinstance(found, str):
-                return None
-            texts.append(found)
-        at = common_prefix(texts[0], texts[-1])
-        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
-            return None
-        where, place = "", 0
-        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
-            text = text.strip()[:60]
-            found = texts[0].find(text, place)
-            if 0 <= found < at - len(text):
-                where, place = "", found
-            else:  # a call is not rendered as in the ledger
-                where = where or name
-                if found >= 0:
-                    break
-        return where, around(texts[0], at), around(texts[-1], at)
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
-        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        if view is None:
-            return {}
-        prompt = Prompt(view)
-        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
-        turns = "\n".join(prompt.texts[prompt.first :])
-        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
-        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
-        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
-        found["estimated"] = True
-        for name, text in texts.items() if self.running == 0 else ():
-            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
-            tokens = members(answer).get("tokens")
-            if not isinstance(tokens, list):
-                break
-            found[name], found["estimated"] = len(tokens), name != "turns"
-        rate = found["tools"] / (len(texts["tools"]) or 1)
-        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
-        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
-
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
-        than should have been; the server is asked for its slots, and how its chat template renders
-        the prompts, once it is idle."""
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
+        asked for its slots, and how it renders the prompts, once it is idle."""
+        case, exchange.case = exchange.case, None
         try:
-            case, exchange.case = exchange.case, None
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
-                self.settle(exchange, case)
+                settle(case, exchange.usage, self.config)
+                if case.server and case.verdict.name == "lost":
+                    self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -5599,33 +5108,51 @@ class Proxy:
             if ask:
                 self.asking.release()
 
-    def settle(self, exchange: Exchange, case: Case) -> None:
-        """Settle a request's verdict."""
-        verdict, usage = case.verdict, exchange.usage
-        settle(case, usage, self.config)
-        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
-        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
-            change = self.template_change(exchange, case.base)
-            if change is not None:
-                verdict.name = verdict.kind = "template"
-                verdict.where, verdict.before, verdict.after = change
-                told = f"the chat template renders {verdict.where} otherwise than before"
-                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
-                told += f" {verdict.expected:,} tokens were reused: "
-                verdict.advice = told + advice("template", self.config)
-        if usage.cached is None and exchange.stream and exchange.begun:
-            chars = case.prompt.length() or 1
-            seconds = (
-                exchange.begun - exchange.sent
-            )  # the first event comes when the prompt is read
-            pace, first = 1e6 * seconds / chars, case.prompt.pace
-            case.prompt.pace = first or pace
-            verdict.advice = (
-                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
-            )
-            verdict.advice += (
-                f"; {first:.0f} ms in this conversation's first request" if first else ""
-            )
+    def ask_template(self, exchange: Exchange, case: Case) -> None:
+        """Have the server render a prompt and the one that it goes on from; if it renders old turns
+        in another way than before, that is why it had to read them again."""
+        base, prompts = case.base, list[str]()
+        with self.metrics.guard:
+            kept = {one.number: one for one in self.metrics.recent}
+        before = kept.get(base.number) if base is not None and case.whole else None
+        if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
+            return
+        for one in (before, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            prompts.append(str(members(answer).get("prompt") or ""))
+        at = common_prefix(*prompts)
+        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
+            return
+        turns = [*base.names[base.first :], ""]
+        where, place = turns[0], 0
+        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+            found = prompts[0].find(text.strip()[:60], place, at)
+            if found >= 0:
+                where, place = following, found
+        verdict = case.verdict
+        verdict.name, verdict.kind, verdict.where = "template", "template", where
+        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
+        verdict.advice = (
+            f"the chat template renders {where} otherwise than before"
+            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+        )
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
+        tools with the five largest, turns."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        sizes: collections.Counter[str] = collections.Counter()
+        for name, text in segments_of(view) if view is not None else ():
+            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
+        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
+        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
+        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
+        turns = round(sizes["turn"] * rate)
+        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5654,46 +5181,33 @@ def visible(text: str) -> str:
     )
 
 
+# The original's line, which scripts read; other counts follow where they are not 0.
+LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+
+
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a
     reason."""
-    request, report, usage, verdict = (
-        exchange.request,
-        exchange.report,
-        exchange.usage,
-        exchange.verdict,
-    )
+    request, report, usage = exchange.request, exchange.report, exchange.usage
+    verdict, status = exchange.verdict, exchange.status
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        always = (
-            "items",
-            "ts_removed",
-            "msg_ids_removed",
-            "items_modified",
-        )  # the original's line, which scripts read
         counts = {name: count for name, count in vars(report).items() if name != "note"}
-        parts += [f"{name}={counts.pop(name)}" for name in always]
-        parts += [
-            f"stream={exchange.stream}",
-            *(f"{name}={count}" for name, count in counts.items() if count),
-        ]
+        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
+        parts.append(f"stream={exchange.stream}")
+        parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
-            parts.append(
-                f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)"
-            )
-        elif exchange.status == 200 and not exchange.counting:
+            share = 100 * usage.cached / usage.prompt
+            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+        elif status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        if verdict is not None:
-            parts.append(verdict.title())
-        if report.note:
-            parts.append(f"forwarded as it came: {report.note}")
-    if exchange.status != 200 or len(parts) == 1:
-        parts.append(f"status={exchange.status or '-'}")
-    if exchange.fault:
-        parts.append(exchange.fault)
-    lines = [" | ".join(parts)]
+        parts.append(verdict.title() if verdict is not None else "")
+        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
+    if status != 200 or len(parts) == 1:
+        parts.append(f"status={status or '-'}")
+    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
     if verdict is not None and verdict.line() and not verdict.side:
         lines.append("    " + verdict.line())
     return lines
@@ -5703,27 +5217,19 @@ class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = (
-        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
-    )
+    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(
-            maxlen=20
-        )  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(
-            maxlen=60
-        )  # time, share, verdict
-        self.counts: collections.Counter[tuple[str, str]] = (
-            collections.Counter()
-        )  # (label in METRIC_HELP, its value)
+        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
+        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
+        self.bodies, self.kept = collections.deque(), 0  # bytes of them
+        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        # (label in METRIC_HELP, its value) -> number
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.bodies: collections.deque[Exchange] = (
-            collections.deque()
-        )  # of `recent`, those with bodies
-        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5731,43 +5237,47 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
-        usage, verdict, report = exchange.usage, exchange.verdict, exchange.report
+        verdict, report, counts = exchange.verdict, exchange.report, self.counts
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            self.counts["status", str(exchange.status)] += 1
+            counts["status", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
                     if number and name not in ("items", "items_modified", "note"):
-                        self.counts["kind", name] += number
+                        counts["kind", name] += number
             if report.note:
-                self.counts["reason", report.note.split(" (")[0]] += 1
+                counts["reason", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None and self.config.keep_requests:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
-            self.counts["verdict", verdict.name] += 1
-            if usage.prompt is None or usage.cached is None:
+            counts["verdict", verdict.name] += 1
+            prompt, cached = exchange.usage.prompt, exchange.usage.cached
+            if prompt is None or cached is None:
                 return ""
-            read, ms = usage.prompt - usage.cached, usage.prompt_ms
-            self.counts["state", "reused"] += usage.cached
-            self.counts["state", "read"] += read
-            if (
-                ms is None and exchange.stream and exchange.begun
-            ):  # the first event comes when the prompt is read
-                ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= self.LONG_READ:
-                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
-            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
-            if self.long_reads[1] and more >= 64:
-                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
+            counts["state", "reused"] += cached
+            counts["state", "read"] += prompt - cached
+            self.save(exchange, prompt, cached)
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
+            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
-            self.window.append((usage.cached, usage.prompt, verdict.name))
+            self.window.append((cached, prompt, verdict.name))
             return self.warning()
+
+    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
+        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
+        the rate of all long reads."""
+        read, ms = prompt - cached, exchange.usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= self.LONG_READ:
+            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+        more = cached - round(exchange.straight * prompt)
+        if self.long_reads[1] and more >= 64:
+            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
@@ -5794,8 +5304,7 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest are let go when all take too much
-        memory."""
+        """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
         self.bodies.append(exchange)
         self.kept += exchange.size()
@@ -6900,7 +6409,7 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<cancelled>\d+)
+cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
@@ -6908,50 +6417,54 @@ LOG_SLOT = re.compile(
     r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_FLOATS = ("sim", "ms")
-LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
+LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
+LOG_CAUSES = {
+    "no similar slot": "no slot held a similar prompt",
+    "low similarity": "little in common with what the slot held",
+    "not all kept": "the slot held a similar prompt, but most was read again",
+    "slot cut": "a part of what the slot held was thrown away",
+}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
-    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
+    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
+    " the slot's old content that stayed."
 )
 STRAIGHT = (
-    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
-    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures"
+    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
+    " reads best."
 )
-INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
+# None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
+INSPECT_ROW: Json = {
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
+    **{"estimated": False, "cause": "", "cure": ""},
 }
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115 - closed below
-        size = 0 if args.file == "-" else os.path.getsize(args.file)
+        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
     number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
-        print('{"requests": [', end="")
+        print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, size, reader), 1):
+        for number, row in enumerate(inspect_rows(file, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
+                print("," * (number > 1) + visible(json.dumps(row)))
             else:
-                print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
-            if row["cause"]:
-                found = findings.setdefault(row["cause"], {
-                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
-                    "example": row["what"], "cure": row["cure"],
-                })  # fmt: skip
+                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
+            if cause := row["cause"]:
+                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+                new |= {"example": row["what"], "cure": row["cure"]}
+                found = findings.setdefault(cause, new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
@@ -6959,46 +6472,39 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
+        print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
-        print(
-            "No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4)."
-        )
+        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
-    print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    if told and not reader.ledger.count:
-        print(textwrap.fill(STRAIGHT, 110))
+    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
+    if not told:
+        lines[-1] = "Nothing was wasted."
+    elif not reader.ledger.count:
+        lines.append(STRAIGHT)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
+        lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
+    for line in lines:
+        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
-    bytes, 0: not known."""
-    shown, lines = time.monotonic(), file
+def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
+    """The rows of a file, one by one."""
+    lines = file
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
     while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
-        if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
-            print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
-            shown = time.monotonic()
     yield from reader.end()
 
 
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    tokens, read = (
-        "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
-    )
-    sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    name, what = visible(row["name"][:28]), visible(row["what"])
-    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
+    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
+    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
 
 
 def inspect_advice(found: Json, config: Config) -> str:
@@ -7025,8 +6531,7 @@ class LogReader:
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for anything that is neither a capture's nor a log's
-        line."""
+        """The rows that a line completes; none for a line of anything else."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -7044,34 +6549,29 @@ class LogReader:
         if view is None:
             return []
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
-        status = row.get("status", 200)
-        name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
+        path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
+        found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
-        headers = {
-            str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
-        }
+            return [{**found, "what": f"status {status}"}]
+        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
         prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
-        case.idle = now - self.ended if self.ended else 0.0
+        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
-        told: Json = {
-            key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
-        }
+        told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
-        self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
-        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
+        found.update(sim=round(verdict.share, 3), estimated=estimated)
         found.update(tokens=usage.prompt, read=usage.read())
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found.update(cause=cause_of(verdict), cured=cured)
@@ -7088,29 +6588,22 @@ class LogReader:
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log; what stands in front of it (docker, journal, router) does
-        not matter."""
+        """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
         number = (found[2] or found[4]) if found else None
         if found:
             self.slots[port] = found[1] or found[3]
         slot = port, self.slots.get(port, "?")
-        name, match = next(
-            ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
-        )
+        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
+        name, match = next(hits, ("", None))
         if match is None:
             return []
         if name == "start":
             return self.end(port)
         if name == "cancel":
-            number = match["cancelled"]
-            ended = [
-                key
-                for key, task in self.tasks.items()
-                if (key[0], task.get("task")) == (port, number)
-            ]
-            return [self.close(slot, ", cancelled") for slot in ended]
+            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
+            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
         task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
         if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
@@ -7121,8 +6614,7 @@ class LogReader:
             task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
-                task[key] = kind(value)
+                task[key] = LOG_TYPES.get(key, int)(value)
         if name == "slot" and (keep := LOG_KEEP.search(text)):
             task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
@@ -7132,32 +6624,28 @@ class LogReader:
     def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
-        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
-        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
-        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
         if read is None and tokens is not None and "cached" in task:
-            read = row["read"] = tokens - task["cached"]
+            read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(port, 0)
         self.longest[port] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
+        low = sim is None or sim < 0.5
+        cause, what = "", "read" if tokens is None or read == tokens else "reused"
         if "forced" in task and "lru" not in task:
-            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
-        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
-            row["what"] = "first prompt of its length"
-        elif mostly and sim is None:
-            row.update(cause="no similar slot", what="no slot held a similar prompt")
-        elif mostly and sim < 0.5:
-            row.update(cause="low similarity", what="little in common with what the slot held")
+            cause, what = "full re-processing", f"full {task['forced'].strip()}"
+        elif mostly and low and size > 2 * longest:
+            what = "first prompt of its length"
         elif mostly:
-            row.update(
-                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            cause = (
+                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
-        else:
-            row["what"] = "read" if tokens is None or read == tokens else "reused"
-        row["what"] += suffix
-        return row
+            cause = "slot cut"
+        what = LOG_CAUSES.get(cause, what)
+        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
+        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return row | {"cause": cause, "what": what + suffix}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
