@@ -5384,7 +5384,8 @@ class Capture:
                 file.close()
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        """The row of a request: its body as JSON if that loses nothing, else as text, without the
+        secrets that can be told."""
         request, headers = exchange.request, dict[str, str]()
         for name, value in request.headers.raw_items():
             headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
@@ -5402,7 +5403,7 @@ class Capture:
             row["body"] = self.without_secret_members(parse(received))
             return json.dumps(row, separators=(",", ":")) + "\n"
         row.pop("body", None)
-        row["text"] = self.without_secret_text(received.decode("utf-8", "replace"))
+        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
         return json.dumps(row, separators=(",", ":")) + "\n"
 
     def without_secrets(self, address: str) -> str:
@@ -5424,10 +5425,6 @@ class Capture:
                 elif name not in PROMPT_MEMBERS:
                     waiting.append(member)
         return body
-
-    def without_secret_text(self, text: str) -> str:
-        """The same for a body that is no JSON, as far as its pairs can be told."""
-        return JSON_PAIR.sub(hidden, text)
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5879,13 +5876,12 @@ class Pages:
         return self.error(404, "There is no such page.")
 
     def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and not from a page of another site: browsers
-        tell where a request comes from."""
+        """Whether a request comes from this machine, and from no other site's page, as browsers tell."""
+        if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
+            return False
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        forwarded = any(map(FORWARDED.match, request.headers.keys()))
-        same_site = ours and site in ("", "none", "same-origin")
-        return is_loopback(peer) and same_site and not forwarded
+        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6096,7 +6092,7 @@ TEXT_PIECE = 1 << 16  # bytes
 DIFF_BYTES = 4 << 20  # longer bodies are not compared
 DIFF_LINES = 1000  # compared, from the first to the last that differs
 DIFF_COLUMNS = 1000  # of a line that are shown
-JSON_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
+BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
 
 
 def json_lines(raw: bytes | bytearray) -> Iterator[str]:
@@ -6104,7 +6100,7 @@ def json_lines(raw: bytes | bytearray) -> Iterator[str]:
     Only one string at a time is parsed: the values of a whole body would take too much memory."""
     text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
     decode = json.JSONDecoder(strict=False).raw_decode
-    while found := JSON_TOKEN.match(text, at):
+    while found := BODY_TOKEN.match(text, at):
         token, at = found[1], found.end()
         if token == '"':
             value, at = decode(text, at - 1)
@@ -6732,10 +6728,10 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
-            if not is_setting(name.upper()):
-                raise ConfigError(f"{name} is no setting{nearest(name)}")
+        if equals and is_setting(name.upper()):
             settings[name.upper()] = value
+        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
+            raise ConfigError(f"{name} is no setting{nearest(name)}")
         else:
             others.append(word)
     for word in others:
@@ -6764,6 +6760,10 @@ def nearest(word: str) -> str:
 OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
 
 
+ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
+prompts."""
+
+
 class Parser(argparse.ArgumentParser):
     """Errors are one line."""
 
@@ -6780,7 +6780,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="kvproxy.py",
         usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(__doc__.split("\n\n")[0].partition(": ")[2], width),
+        description=textwrap.fill(ABOUT, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
