@@ -5365,7 +5365,8 @@ class Capture:
                 file.close()
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
+        """The row of a request: its body as JSON if that loses nothing, else as text, without the
+        secrets that can be told."""
         request, headers = exchange.request, dict[str, str]()
         for name, value in request.headers.raw_items():
             headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
@@ -5383,7 +5384,7 @@ class Capture:
             row["body"] = self.without_secret_members(parse(received))
             return json.dumps(row, separators=(",", ":")) + "\n"
         row.pop("body", None)
-        row["text"] = self.without_secret_text(received.decode("utf-8", "replace"))
+        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
         return json.dumps(row, separators=(",", ":")) + "\n"
 
     def without_secrets(self, address: str) -> str:
@@ -5405,10 +5406,6 @@ class Capture:
                 elif name not in PROMPT_MEMBERS:
                     waiting.append(member)
         return body
-
-    def without_secret_text(self, text: str) -> str:
-        """The same for a body that is no JSON, as far as its pairs can be told."""
-        return JSON_PAIR.sub(hidden, text)
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5758,7 +5755,7 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
 dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
+pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
 rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
@@ -5860,13 +5857,12 @@ class Pages:
         return self.error(404, "There is no such page.")
 
     def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and not from a page of another site: browsers
-        tell where a request comes from."""
+        """Whether a request comes from this machine, and from no other site's page, as browsers tell."""
+        if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
+            return False
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        forwarded = any(map(FORWARDED.match, request.headers.keys()))
-        same_site = ours and site in ("", "none", "same-origin")
-        return is_loopback(peer) and same_site and not forwarded
+        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6077,17 +6073,18 @@ TEXT_PIECE = 1 << 16  # bytes
 DIFF_BYTES = 4 << 20  # longer bodies are not compared
 DIFF_LINES = 1000  # compared, from the first to the last that differs
 DIFF_COLUMNS = 1000  # of a line that are shown
-JSON_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
+BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
 
 
 def json_lines(raw: bytes | bytearray) -> Iterator[str]:
     """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
     Only one string at a time is parsed: the values of a whole body would take too much memory."""
     text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
-    while found := JSON_TOKEN.match(text, at):
+    decode = json.JSONDecoder(strict=False).raw_decode
+    while found := BODY_TOKEN.match(text, at):
         token, at = found[1], found.end()
         if token == '"':
-            value, at = json.JSONDecoder(strict=False).raw_decode(text, at - 1)
+            value, at = decode(text, at - 1)
             start, line = 0, line + token
             while (end := value.find("\n", start)) >= 0:
                 yield line + shortened(value[start:end])
@@ -6095,16 +6092,15 @@ def json_lines(raw: bytes | bytearray) -> Iterator[str]:
             line += shortened(value[start:]) + token
             continue
         if token in "]}":
-            depth -= 1
             if line.strip():
                 yield line
-        line = (line if token not in "]}" else " " * min(depth, 50)) + token
+            depth -= 1
+            line = " " * min(depth, 50)
+        line += ": " if token == ":" else token
         if token in ",[{":
             yield line
             depth += token != ","
             line = " " * min(depth, 50)
-        elif token == ":":
-            line += " "
     yield line
 
 
@@ -6116,6 +6112,7 @@ def shortened(line: str) -> str:
 
 
 def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
+    """Four bytes for each line of a JSON text, for finding those that differ."""
     return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
 
 
@@ -6144,10 +6141,7 @@ def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[lis
     for a, b in zip(*windows, strict=True):
         matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
         for group in matcher.get_grouped_opcodes(2):
-            rows, head = (
-                list[str](),
-                f"@@ -{a.start + group[0][1] + 1} +{b.start + group[0][3] + 1} @@",
-            )
+            rows = list[str]()
             for tag, low, high, new_low, new_high in group:
                 at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
                 if skipped and at_cut and tag in ("insert", "delete"):
@@ -6155,7 +6149,8 @@ def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[lis
                 rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
                 rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
             if any(row[0] != " " for row in rows):
-                told += [head, *rows]
+                first, new_first = a[group[0][1]], b[group[0][3]]
+                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
     return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
 
 
@@ -6188,7 +6183,7 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
@@ -6231,20 +6226,18 @@ def play(url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
         if args.command == "bench" and not args.json:
-            print(f"  turn {turn} of {args.turns}: {ms:,.0f} ms")
+            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
     return rows
 
 
 def compare(args: argparse.Namespace, config: Config) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
     print both runs."""
-    straight = play(config.backend_url, args, config.read_timeout)
-    if args.command == "bench" and not args.json:
-        print()
+    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
     with Proxy(dataclasses.replace(config, **quiet)) as proxy:
-        through = play(proxy.url, args, config.read_timeout)
+        through = play("through kvproxy", proxy.url, args, config.read_timeout)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
@@ -6716,10 +6709,10 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
-            if not is_setting(name.upper()):
-                raise ConfigError(f"{name} is no setting{nearest(name)}")
+        if equals and is_setting(name.upper()):
             settings[name.upper()] = value
+        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
+            raise ConfigError(f"{name} is no setting{nearest(name)}")
         else:
             others.append(word)
     for word in others:
@@ -6748,6 +6741,10 @@ def nearest(word: str) -> str:
 OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
 
 
+ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
+prompts."""
+
+
 class Parser(argparse.ArgumentParser):
     """Errors are one line."""
 
@@ -6764,7 +6761,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="kvproxy.py",
         usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(__doc__.split("\n\n")[0].partition(": ")[2], width),
+        description=textwrap.fill(ABOUT, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -6790,10 +6787,7 @@ COMMANDS = {
     "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
     "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
     "inspect": (command_inspect, "explain a capture or a llama-server log"),
-    "check": (
-        command_check,
-        "tell what the backend is and what hurts its cache (API_KEY: its key)",
-    ),
+    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 
 
