@@ -3161,8 +3161,8 @@ def locate_change(case: Case, base: Prompt) -> None:
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
         return
-    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
-        verdict.kind = "order of tool results" if "(tool)" in name else "in another order"
+    elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
+        verdict.kind = "order of tool results"
     elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
         case.texts = old, ""
@@ -3178,6 +3178,14 @@ def locate_change(case: Case, base: Prompt) -> None:
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
     case.texts = old, new
+
+
+def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
+    """Whether what stands at a place is there in another order, inside or among the turns."""
+    old, new = base.texts[depth], prompt.texts[depth]
+    if stands_behind(new, base, depth):
+        return stands_behind(old, prompt, depth)
+    return old.split() != new.split() and sorted(old.split()) == sorted(new.split())
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3242,7 +3250,7 @@ def block_pattern(old: str, new: str) -> str:
         typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
         if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
             continue
-        opening = shape(re.sub(r"(?s)^(\W*[\w ]*\W?).*", r"\1", lines[0]))
+        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", lines[0]))
         patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
         for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
             patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
