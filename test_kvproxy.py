@@ -9306,7 +9306,10 @@ def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
         "=",
         "&a;",
     ):
-        for function in (lambda text: kvproxy.JSON_PAIR.sub(kvproxy.hidden, text), capture.without_secrets):
+        for function in (
+            lambda text: kvproxy.JSON_PAIR.sub(kvproxy.hidden, text),
+            capture.without_secrets,
+        ):
             times = []
             for size in (60_000, 120_000):
                 text = piece * (size // len(piece))
