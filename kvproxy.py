@@ -51,7 +51,6 @@ import dataclasses
 import difflib
 import errno
 import functools
-import glob
 import hashlib
 import html
 import http
@@ -477,10 +476,11 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
+    if view.dialect.name != "responses":
+        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    if stored and view.dialect.name == "responses":
-        return True
-    return any(turn.item and turn.item.get("type") == "item_reference" for turn in view.turns)
+    items = [turn.item or {} for turn in view.turns]
+    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
 
 
 def guess_dialect(body: Json) -> Dialect:
@@ -494,6 +494,10 @@ def guess_dialect(body: Json) -> Dialect:
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
+
+
+class TooMany(Unreadable):
+    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -570,8 +574,12 @@ class Reader:
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 return self.split(raw.decode(), dialect)
+            except TooMany:
+                raise
+            except (ValueError, RecursionError):
+                pass
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
@@ -608,6 +616,7 @@ class Reader:
             if turn is not None:
                 at = end
             else:
+                check_limit("turns", len(turns))
                 item, length = _parse_at(text, at)
                 turn = self.turn(item, text[at:length].encode())
                 at = length
@@ -682,7 +691,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise Unreadable(f"too many {what}")
+        raise TooMany(f"too many {what}")
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -1078,7 +1087,9 @@ def system_first(
         return  # in order
     if any((turn.item or {}).get("name") for turn in systems):
         return
-    if not all(turn.slots() for turn in view.head + systems) or any(map(beside_texts, systems)):
+    if not all(turn.slots() for turn in view.head + systems) or any(
+        beside_texts(turn)[0] for turn in systems
+    ):
         return  # a system message without text, or with more than text: an unknown shape
     leading, started, cares = view.leading(), bool(view.head), pays(view)
     front: list[Turn] = []  # what is merged
@@ -1118,7 +1129,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     waiting: list[str] = []
     form: Json = {}  # of a message that is written anew
     for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and index:
+        if turn is not None and turn.role == "system" and (index or view.head):
             waiting.append(reminder(turn.text()))
             form = {"type": "message"} if turn.item and "type" in turn.item else {}
             report.system_moved += 1
@@ -1434,6 +1445,7 @@ PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of li
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
+MOST_COMPARED = 256  # records that are held against a request
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1495,7 +1507,8 @@ class Unit:
     unit of a request has only carriers: those in front of everything else."""
 
     __slots__ = (
-        "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole", "words"
+        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
+        "words",
     )  # fmt: skip
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
@@ -1503,7 +1516,8 @@ class Unit:
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
         self.carriers: list[Turn] = []
-        self.words, self.whole = (said[0].words, said[0].whole) if said else (0, 0)  # sum_up()
+        first = said[0] if said else Said(0, 0)
+        self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
         self.inserted = NOTHING  # what kvproxy set down in it, by label
         self.stored: Stored | None = None  # as it was sent before
         self.dropped = False  # a carrier of it is not sent
@@ -1521,6 +1535,7 @@ class Unit:
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
         self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+        self.calls = tuple([call for one in self.said for call in one.calls])
 
     def part(self) -> list[Unit]:
         """Take its carriers away, as units of their own, in which somebody speaks."""
@@ -1530,12 +1545,6 @@ class Unit:
             units.append(Unit("user", [turn], [said]))
         self.carriers, self.said = [], self.said[: len(self.turns)]
         return units
-
-    def calls(self) -> tuple[Call, ...]:
-        """Of tool calls, or of the results."""
-        if len(self.said) == 1:
-            return self.said[0].calls
-        return tuple([call for one in self.said for call in one.calls])
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1744,34 +1753,28 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return Said(0, 0)
-        pieces = beside_texts(turn)
-        words = [piece.words for piece in pieces]
-        whole = [piece.whole for piece in pieces]
+        beside, more = beside_texts(turn)
+        plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
-            text = turn.text().strip()
-            return Said(
-                hash((turn.role, text, *words)),
-                hash((turn.role, text, *whole)),
-                calls=calls_of(turn),
-            )
+            said = hash((turn.role, plain_text, *beside))
+            return Said(said, said, calls=calls_of(turn))
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
-        plain = turn.text().strip()
         carrier = False
-        if plain and not text and not pieces:
+        if plain_text and not text and not beside:
             carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
             if not carrier:  # a person may have typed it
-                text, blocks = plain, []
+                text, blocks = plain_text, []
         return Said(
-            hash(("user", text, *sorted(words))) if text or pieces else 0,
-            hash(("user", plain, *whole)),
-            tuple(blocks),
-            carrier,
-            bool(text) or any(not piece.result for piece in pieces),
-            digest(text),
-            calls_of(turn),
-            len(plain),
+            words=hash(("user", text, *sorted(beside))) if text or beside else 0,
+            whole=hash(("user", plain_text, *beside)),
+            blocks=tuple(blocks),
+            carrier=carrier,
+            speaks=bool(text) or more,
+            opening=digest(text),
+            calls=calls_of(turn),
+            size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
@@ -1839,18 +1842,23 @@ class Replay:
         match = self.find(units, places)
         while 0 < match.depth < len(units) and units[match.depth].role == "tool":
             match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
-            if restored_bytes(units) > size + SLACK:
-                match = self.let_go(units, match)
+            kept = [at for at in match.record.kept if at < match.depth]
+            if restored_bytes([units[at] for at in kept]) > size + SLACK:
+                self.overflowed(Trace(line=match.line))
+                match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
-        self.tools.apply(view, trace.conversation, match.depth > 0, report, learn)
-        kept = match.record.kept if match.record is not None else []
+        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
-            unit.stored = None
-        report.replayed += sum([restore(unit) for unit in units[:depth]])
+            unit.stored = None  # it goes as it came
+        for unit in units[:depth]:
+            known = unit.stored
+            if known and (known.turns is not None or known.calls != unit.calls):
+                report.replayed += restore(unit, known)
         report.lifted += len(lifted)
         if pending:
             set_down(view, units, depth, pending)
@@ -1878,7 +1886,7 @@ class Replay:
                 continue
             for line in self.lines.at(places[at - 1]):
                 record = line.record
-                if record is not None:
+                if record is not None and len(found) < MOST_COMPARED:
                     reach = reach_of(units, record, at, now)
                     found.append((reach, line, record))
                     best = max(best, reach)
@@ -1922,14 +1930,6 @@ class Replay:
                 kept.append(carrier)
             if unit.dropped:
                 unit.carriers = kept
-
-    def let_go(self, units: list[Unit], match: Match) -> Match:
-        """Forget the line that has grown too long, and what it would have restored."""
-        if match.line is not None:
-            self.lines.drop(match.line)
-        for unit in units:
-            unit.stored = None
-        return Match()
 
     def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -1991,7 +1991,7 @@ class Replay:
             turns=turns,
             carriers=carriers,
             inserted=inserted,
-            calls=old.calls if old else unit.calls(),
+            calls=old.calls if old else unit.calls,
             heard=heard,
             private=old is not None or not PERSONAL.isdisjoint(inserted),
             size=sum([one.size for one in unit.said]),
@@ -1999,7 +1999,7 @@ class Replay:
         )
 
     def overflowed(self, trace: Trace) -> None:
-        """The server said that the context is full: a fresh start, without restored text."""
+        """The prompt is too long: a fresh start, without restored text."""
         if trace.line is not None:
             self.lines.drop(trace.line)
 
@@ -2150,14 +2150,11 @@ def restored_bytes(units: list[Unit]) -> int:
     return added
 
 
-def restore(unit: Unit) -> bool:
+def restore(unit: Unit, stored: Stored) -> bool:
     """Put a unit's stored form in its place; whether that changed anything.
 
     Answers and results stay as the client has them now, but for ids, names and order.
     """
-    stored = unit.stored
-    if stored is None:
-        return False
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
@@ -2350,7 +2347,7 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
     texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in unit.calls()]
+    calls = [plain(name) for name, _ in unit.calls]
     return letters("\n".join(texts)), frozenset(calls)
 
 
@@ -2380,41 +2377,53 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     return 0
 
 
-class Beside(NamedTuple):
-    """Something that a turn says beside its texts."""
-
-    words: int
-    whole: int
-    result: bool  # of a tool
+CALL_PARTS = ("tool_use", "tool_result")
 
 
-def beside_texts(turn: Turn) -> list[Beside]:
-    """Calls, results, images and names in a turn."""
-    item, content = turn.item or {}, turn.holder.get(turn.key)
-    said: list[Any] = []
-    results: list[Any] = []
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind == "tool_use":
-                said.append(("call", plain(part.get("id")), canonical(part.get("input"))))
-            elif kind == "tool_result":
-                results.append((plain(part.get("tool_use_id")), result_text(part.get("content"))))
-            elif kind not in UNSAID_PARTS:
-                said.append(_sorted_json(bare(part)))
-    elif content is not None and not isinstance(content, str):
-        said.append(_sorted_json(content))
+class CallField(NamedTuple):
+    """Where an object says which call it is about."""
+
+    holder: Json
+    key: str  # of the id
+    named: Json | None  # has the name, or would
+    said: str  # the call's arguments, or its result
+
+
+def call_fields(item: Json) -> list[CallField]:
+    """The places of an item that hold ids of calls, in order."""
+    found = []
     for call in listed(item.get("tool_calls")):
-        function = members(members(call).get("function"))
-        said.append(("call", plain(members(call).get("id")), canonical(function.get("arguments"))))
-    for key in ("call_id", "tool_call_id"):
-        if key in item:
-            call = item.get("arguments", item.get("input"))
-            said.append((plain(item[key]), canonical(call)))
-    if turn.role == "user" and "name" in item:
-        said.append(("name", str(item["name"])))
-    pieces = [Beside(hash(one), hash(one), False) for one in said]
-    return pieces + [Beside(hash(one), hash(one), True) for one in results]
+        if isinstance(call, dict):
+            function = members(call.get("function"))
+            found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
+    for part in listed(item.get("content")):
+        kind = part.get("type") if isinstance(part, dict) else ""
+        if kind == "tool_use":
+            found.append(CallField(part, "id", part, canonical(part.get("input"))))
+        elif kind == "tool_result":
+            found.append(CallField(part, "tool_use_id", None, result_text(part.get("content"))))
+    if "tool_call_id" in item:
+        found.append(CallField(item, "tool_call_id", item, ""))
+    elif "call_id" in item:
+        named = item if str(item.get("type")).endswith("_call") else None
+        said = canonical(item.get("arguments", item.get("input")))
+        found.append(CallField(item, "call_id", named, said))
+    return found
+
+
+def beside_texts(turn: Turn) -> tuple[list[int], bool]:
+    """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
+    there is anything but results of tools among it."""
+    fields = call_fields(turn.item or {})
+    said: list[Any] = [(plain(field.holder.get(field.key)), field.said) for field in fields]
+    count = len(said)
+    content = turn.holder.get(turn.key)
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
+            said.append(_sorted_json(bare(part)))
+    if turn.role == "user" and "name" in (turn.item or {}):
+        said.append(str((turn.item or {})["name"]))
+    return [hash(one) for one in said], len(said) > count
 
 
 def canonical(arguments: Any) -> str:
@@ -2435,38 +2444,10 @@ def result_text(content: Any) -> str:
     return "\n".join(texts)
 
 
-class CallField(NamedTuple):
-    """Where an object says which call it is about."""
-
-    holder: Json
-    key: str
-    named: Json | None  # has the name, or would
-
-
-def call_fields(item: Json) -> list[CallField]:
-    """The places of an item that hold ids of calls, in order."""
-    found = []
-    for call in listed(item.get("tool_calls")):
-        if isinstance(call, dict):
-            function = call.get("function")
-            found.append(CallField(call, "id", function if isinstance(function, dict) else None))
-    for part in listed(item.get("content")):
-        if isinstance(part, dict) and part.get("type") == "tool_use":
-            found.append(CallField(part, "id", part))
-        elif isinstance(part, dict) and part.get("type") == "tool_result":
-            found.append(CallField(part, "tool_use_id", None))
-    if "tool_call_id" in item:
-        found.append(CallField(item, "tool_call_id", item))
-    elif "call_id" in item:
-        named = item if str(item.get("type")).endswith("_call") else None
-        found.append(CallField(item, "call_id", named))
-    return found
-
-
 def calls_of(turn: Turn) -> tuple[Call, ...]:
     """(id, name) of the calls or results in a turn, in order."""
     calls = []
-    for holder, key, named in call_fields(turn.item) if turn.item is not None else ():
+    for holder, key, named, _ in call_fields(turn.item or {}):
         calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
     return tuple(calls)
 
@@ -2474,7 +2455,7 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order in which they were sent first; whether that
     changed anything."""
-    mine = unit.calls()
+    mine = unit.calls
     if mine == first:
         return False
     spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
@@ -2486,7 +2467,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         if item is None or not (fields := call_fields(item)):
             turns.append((turns[-1][0] if turns else 0, turn))
             continue
-        for holder, key, named in fields:
+        for holder, key, named, _ in fields:
             _, holder[key], name = spelled[plain(holder[key])]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
@@ -2525,14 +2506,14 @@ class Tools:
         self.limit, self.size = limit, 0  # bytes
         self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
-    def get(self, *key: Any) -> Any:
-        """What was put there, or None. It is used now."""
-        place = hash(key)
+    def get(self, client: bytes, *key: Any) -> Any:
+        """What was put there by a client, or else by the warm-up; or None. It is used now."""
         with self.lock:
-            if place not in self.entries:
-                return None
-            self.entries.move_to_end(place)
-            return self.entries[place][0]
+            for place in (hash((client, *key)), hash((b"", *key))):
+                if place in self.entries:
+                    self.entries.move_to_end(place)
+                    return self.entries[place][0]
+        return None
 
     def put(self, value: Any, size: int, *key: Any) -> None:
         """Keep a value; what takes more than half of the room is not worth all the others."""
@@ -2548,6 +2529,7 @@ class Tools:
     def apply(
         self,
         view: View,
+        client: bytes,
         conversation: str,
         follows: bool,
         report: Report,
@@ -2561,17 +2543,19 @@ class Tools:
         if not tools:
             return
         listing = hash(json.dumps(tools))
-        order = self.get("unchanged", listing)
-        if order is None:
+        order = self.get(client, "unchanged", listing)
+        for name in order or ():
+            self.get(client, "form", name)  # it is in use
+        if order is None or self.get(client, "order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
             if len(known) != len(names):
                 return
             forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get("form", name) or forms[name] for name in names}
-            order = self.get("order", frozenset(names))
+            first = {name: self.get(client, "form", name) or forms[name] for name in names}
+            order = self.get(client, "order", frozenset(names))
             if order is None:
-                before = (self.get("talk", conversation) if follows else None) or []
+                before = (self.get(client, "talk", conversation) if follows else None) or []
                 old = set(before)
                 order = before + [name for name in names if name not in old]
                 if not old <= known:
@@ -2580,14 +2564,14 @@ class Tools:
                 view.body["tools"] = [json.loads(first[name]) for name in order]
                 report.tools_restored += 1
             elif learn:
-                self.put(order, 200 + 40 * len(order), "unchanged", listing)
+                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
             if learn:
                 for name, form in first.items():
                     if form is forms[name]:
-                        self.put(form, 300 + len(form), "form", name)
-                self.put(order, 200 + 40 * len(order), "order", frozenset(names))
+                        self.put(form, 300 + len(form), client, "form", name)
+                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
         if learn:
-            self.put(order, 200 + 40 * len(order), "talk", conversation)
+            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
 
 
 # ==================================================================================================
@@ -2597,8 +2581,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer; None where it did not (never 0 for unknown). Tokens,
-    milliseconds."""
+    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -2607,56 +2590,64 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        return (
-            self.prompt - self.cached
-            if self.prompt is not None and self.cached is not None
-            else None
-        )
+        if self.prompt is None or self.cached is None:
+            return None
+        return self.prompt - self.cached
 
 
-USAGE_KEYS = {  # what a server calls a number: in `usage`, its details, `timings` or beside them -> what it is
-    **dict.fromkeys(("prompt_tokens", "tokens_evaluated"), "prompt"),
-    **dict.fromkeys(("cached_tokens", "prompt_cache_hit_tokens"), "cached"),
-    **dict.fromkeys(("completion_tokens", "output_tokens", "predicted_n"), "output"),
-    "input_tokens": "input",  # in /v1/messages only what was not cached
-    "cache_read_input_tokens": "cache_read",
+# What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
+USAGE_KEYS = {
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
+    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
+    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    # Anthropic's: input_tokens are only what was not cached.
+    "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    **{
-        name: name for name in ("cache_n", "prompt_n", "prompt_ms")
-    },  # llama.cpp's result_timings::to_json
-}
+    # llama.cpp's result_timings::to_json
+    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
+}  # fmt: skip
 USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-USAGE_TRIES = 8  # events that hold numbers, at each end of a window: where each has some, they are running totals
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
 value_at = json.JSONDecoder().raw_decode
 
 
-def usage_of(first: bytes, last: bytes = b"") -> Usage:
-    """The cache numbers in an answer (SSE or JSON; llama-server, LM Studio and others).
+def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
+    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
+    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
+    if not streamed:
+        return [[window] for window in windows]
+    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
 
-    `first` is the whole of it, or its first bytes, and `last` its last ones."""
-    found: dict[str, float] = {}
-    for window in (first, last) if last else (first,):
-        text = window.decode("latin-1")  # all that matters is ASCII
-        streamed = text.startswith("data:") or "\ndata:" in text
-        lines = (
-            [line for line in text.split("\n") if USAGE_MEMBERS.search(line)]
-            if streamed
-            else [text]
-        )
-        whole = window is (last or first)  # else its last line may be cut off
-        for line in lines[:USAGE_TRIES] + lines[USAGE_TRIES:][-USAGE_TRIES:]:
+
+def usage_of(first: bytes, last: bytes = b"") -> Usage:
+    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
+    found: Json = {}
+    windows = answer_texts(first, last)
+    for window in windows:
+        texts = [text for text in window if USAGE_MEMBERS.search(text)]
+        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 try:
-                    event = json.loads(line.removeprefix("data:"))
+                    event = members(json.loads(text))
                 except ValueError:
-                    event = last_members(line) if whole else {}
-                for part in (event, members(event).get("response"), members(event).get("message")):
-                    numbers = members(part)
-                    named = {key: numbers.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (numbers if "tokens_evaluated" in numbers else {}))
-    return settled(found)
+                    event = last_members(text) if window is windows[-1] else {}
+                for part in map(members, (event, event.get("response"), event.get("message"))):
+                    named = {key: part.get(key) for key in ("usage", "timings")}
+                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+    prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
+    if "input" in found:
+        cached = found.get("cache_read", cached)
+        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
+        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
+    if read is not None and "cache_n" in found:
+        prompt, cached = read + found["cache_n"], found["cache_n"]
+    elif read is not None and cached is None and prompt is not None and prompt >= read:
+        cached = prompt - read  # a llama-server without cache_n
+    if prompt is not None and cached is not None:
+        cached = min(cached, prompt)
+    return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
 def last_members(text: str) -> Json:
@@ -2671,41 +2662,18 @@ def last_members(text: str) -> Json:
     return {}
 
 
-def read_numbers(found: dict[str, float], numbers: Json) -> None:
+def read_numbers(found: Json, numbers: Json) -> None:
     """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
     for key, number in numbers.items():
-        if (
-            key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15
-        ):  # no bool, NaN or infinity
-            found[USAGE_KEYS[key]] = number
-        elif isinstance(number, dict):
+        if isinstance(number, dict):
             read_numbers(found, number)
+        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
+            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
 
 
-def settled(found: dict[str, float]) -> Usage:
-    """What follows from the numbers that were found; what does not stays None."""
-    prompt, cached = found.get("prompt"), found.get("cached")
-    if "input" in found:
-        whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
-        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
-        cached = found.get("cache_read", cached)
-    if "prompt_n" in found:
-        if "cache_n" in found:
-            prompt, cached = found["prompt_n"] + found["cache_n"], found["cache_n"]
-        elif cached is None and prompt is not None and prompt >= found["prompt_n"]:
-            cached = (
-                prompt - found["prompt_n"]
-            )  # before cache_n: prompt_n was already what had to be read
-    if cached is not None and prompt is not None:
-        cached = min(cached, prompt)
-    prompt, cached, output = (
-        None if number is None else int(number) for number in (prompt, cached, found.get("output"))
-    )
-    return Usage(prompt, cached, found.get("prompt_ms"), output)
-
-
+# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
 _PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of objects in which it is a string of words
+ANSWER_KEYS = {
     **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
     "delta": ("response.output_text.delta",),
     "content": _PLAIN,
@@ -2715,25 +2683,19 @@ ANSWER_KEYS = {  # what leads to the words and calls of an answer -> types of ob
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    found: list[tuple[str, frozenset[str]]] = []
-    for window in filter(None, (first, last)):
-        texts: list[str] = []
-        calls: set[str] = set()
-        lines = [window]
-        if streamed:
-            lines = [line[5:] for line in window.split(b"\n") if line.startswith(b"data:")]
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a line cut off
-                for text, call in answer_parts(json.loads(line)):
-                    texts.append(text)
-                    calls.add(plain(call))
-        found.append(("".join(texts), frozenset(calls - {""})))
-    if not found:
+    windows: list[tuple[str, set[str]]] = []
+    for window in answer_texts(first, last):
+        said: list[tuple[str, str]] = []
+        for text in window:
+            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
+                said += answer_parts(json.loads(text))
+        calls = {plain(call) for _, call in said if call}
+        windows.append(("".join(text for text, _ in said), calls - {""}))
+    if not windows:
         return UNREAD
-    (opening, calls_first), (closing, calls_last) = found[0], found[-1]
-    answer = Heard(letters(opening), letters(closing), calls_first | calls_last, len(found) == 1)
-    return answer if answer.opening or answer.closing or answer.calls else UNREAD
+    (opening, calls), (closing, more) = windows[0], windows[-1]
+    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
+    return heard if any(heard[:3]) else UNREAD
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2759,40 +2721,37 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class Segment(NamedTuple):
-    """A piece of a prompt as the server reads it: `where` names it for people."""
+# --- a prompt as text -----------------------------------------------------------------------------
 
-    where: str
-    text: str
-
-
-# What of a prompt is looked at, so that no body makes the search for a change long. Longer texts are
-# compared as a whole where that takes one pass.
+# What of a prompt is looked at, so that no body makes the search for a change long.
 SEGMENTS = 4096  # of a prompt; those behind count as one
 COMPARED = 65536  # characters of two texts whose likeness is judged
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 CURE_LINES = 4  # of a system prompt that one cure covers
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
-def segments_of(view: View) -> list[Segment]:
-    """The prompt in the order system, tools, turns; without reasoning, which clients and chat
-    templates drop at will."""
-    found = [Segment("system", turn.text()) for turn in view.system()]
+def segments_of(view: View) -> list[tuple[str, str]]:
+    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
+    turns; without reasoning, which clients and chat templates drop at will."""
+    found = [("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
-        text = json.dumps(bare(tool) if isinstance(tool, dict) else tool)
-        found.append(Segment(f"tool {tool_name(tool)}", text))
+        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
     for number, turn in enumerate(turns, 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
-            turn.told = rendered(turn)
-        found.append(Segment(f"turn {number} ({role})", turn.told))
-    if len(found) > SEGMENTS:
-        where, rest = found[SEGMENTS - 1].where, [segment.text for segment in found[SEGMENTS - 1 :]]
-        found[SEGMENTS - 1 :] = [Segment(where + " and later", "\n".join(rest))]
+            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+        found.append((f"turn {number} ({role})", turn.told))
+    if rest := found[SEGMENTS:]:
+        name, text = found[SEGMENTS - 1]
+        text = "\n".join([text, *(text for _, text in rest)])
+        found[SEGMENTS - 1 :] = [(name + " and later", text)]
     return found
 
 
@@ -2801,84 +2760,118 @@ def reasoning_of(view: View) -> set[int]:
     found, number = set(), 1
     for turn in view.turns[view.leading() :]:
         item = turn.item or {}
-        kinds = [members(part).get("type") for part in listed(item.get("content"))]
-        if (
-            turn.role == "reasoning"
-            or item.get("reasoning_content")
-            or any(kind in REASONING_PARTS for kind in kinds)
-        ):
+        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
+        if thinks or turn.role == "reasoning":
             found.add(number)
         number += turn.role != "reasoning"
     return found
 
 
-def rendered(turn: Turn) -> str:
-    """All that the server reads of a turn: whose call or result it is, texts, calls, results and
-    images; not its reasoning."""
-    content, item = turn.holder.get(turn.key), turn.item or {}
-    pieces = [plain(item.get(key)) for key in ("call_id", "tool_call_id", "name")]
-    pieces += [part_text(part) for part in (content if isinstance(content, list) else [content])]
-    pieces += [arguments_text(item.get(key)) for key in ("arguments", "input")]
-    pieces += [part_text(call) for call in listed(item.get("tool_calls"))]
-    return "\n".join(filter(None, pieces))
+# What of an item, part, call or result the server reads, in this order.
+SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
+             "arguments", "input", "tool_calls")  # fmt: skip
 
 
-def part_text(part: Any) -> str:
-    """A content part, result or call as text. An image's bytes stand for few tokens, and are
-    replaced by a hash."""
-    if not isinstance(part, dict):
-        return part if isinstance(part, str) else "" if part is None else json.dumps(part)
-    kind, name = part.get("type"), tool_name(part)
-    if kind in TEXT_PARTS:
-        return str(part.get("text") or "")
-    if kind in UNSAID_PARTS:
-        return ""
-    if kind == "tool_result":  # llama-server joins the texts of a result
-        content = part.get("content")
-        texts = map(part_text, content if isinstance(content, list) else [content])
-        return f"{plain(part.get('tool_use_id'))}\n{''.join(texts)}"
-    if name != "?":
-        call = {**part, **members(part.get("function"))}
-        given = arguments_text(call.get("arguments", call.get("input")))
-        return "\n".join((plain(part.get("id")), name, given))
-    text = json.dumps(bare(part))
-    if len(text) > 2048:
-        text = BASE64.sub(lambda match: "#" + digest(match[0]).hex(), text)
-    return text
-
-
-def arguments_text(value: Any) -> str:
-    """A call's arguments: in any spelling they are equal to the server, which parses them."""
+def part_text(value: Any) -> str:
+    """All that the server reads of an item, a part, a call or a result: ids, names and texts,
+    without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
+    stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
-    return "" if value is None else json.dumps(value)
-
-
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory: one emoji makes each of its characters take four (PEP
-    393)."""
-    return 70 + sys.getsizeof(text)
-
-
-def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
-    a, b = a[:COMPARED], b[:COMPARED]
-    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
-        return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(part_text, value)))
+    if not isinstance(value, dict):
+        return "" if value is None else json.dumps(value)
+    kind = value.get("type")
+    if kind in UNSAID_PARTS:
+        return str(value.get("text") or "") if kind in TEXT_PARTS else ""
+    keys = [key for key in SAID_KEYS if key in value]
+    if not keys:
+        return BASE64.sub(lambda match: "#" + digest(match[0]).hex(), json.dumps(bare(value)))
+    pieces = [plain(value["id"])] if "id" in value and tool_name(value) != "?" else []
+    pieces += [plain(value[key]) if key.endswith("id") else part_text(value[key]) for key in keys]
+    return "\n".join(filter(None, pieces))
 
 
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
-    if not isinstance(name, str):
-        return "?"
-    return re.sub(r"[^!-~]", "?", name[:80])  # it stands in the log
+    return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
+
+
+class Prompt:
+    """A prompt as it was forwarded, segment by segment: names and texts.
+
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
+    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
+    `tokens` and `number` are known once the request is finished."""
+
+    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
+                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+
+    def __init__(
+        self,
+        view: View,
+        conversation: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """`headers`: of the request, their names in lower case; `now`: on any clock."""
+        self.conversation, self.time = conversation, now
+        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
+        self.reasoning, segments = reasoning_of(view), segments_of(view)
+        self.names = [name for name, _ in segments]
+        self.texts = [text for _, text in segments]
+        self.first = sum(not name.startswith("turn ") for name in self.names)
+        self.chain, self.turns = links(segments), links(segments[self.first :])
+        self.head = self.chain[self.first - 1] if self.first else 0
+        self.tokens: int | None = None
+        self.number = 0
+
+    def length(self, depth: int | None = None) -> int:
+        """Characters, of the first `depth` segments or of all."""
+        return sum(map(len, self.texts[:depth]))
+
+    def tools(self) -> list[str]:
+        return [name[5:] for name in self.names if name.startswith("tool ")]
+
+    def system(self) -> str:
+        return "\n".join(self.texts[: self.first - len(self.tools())])
+
+    def opening(self) -> str:
+        """The first turn's text."""
+        return self.texts[self.first] if self.turns else ""
+
+    def answered(self, depth: int) -> bool:
+        """Whether there is an answer behind the first `depth` turns."""
+        return any("(assistant)" in name for name in self.names[self.first + depth :])
+
+    def goes_on(self, base: Prompt) -> bool:
+        """Whether it begins with the whole of another prompt."""
+        depth = common_prefix(self.chain, base.chain)
+        if depth == len(base.chain):
+            return True
+        last = base.names[depth]
+        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
+        same = self.names[depth : depth + 1] == [last]
+        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+
+    def common(self, other: Prompt) -> int:
+        """Characters that it begins with as another prompt does."""
+        depth = common_prefix(self.chain, other.chain)
+        known = self.length(depth)
+        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
+            known += common_prefix(self.texts[depth], other.texts[depth])
+        return known
+
+
+def links(segments: list[tuple[str, str]]) -> list[int]:
+    """For each segment a hash of all up to it."""
+    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
+    return list(chained)[1:]
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -2894,11 +2887,25 @@ def common_suffix(a: str, b: str) -> int:
     return common_prefix(a[::-1], b[::-1])
 
 
+def alike(a: str, b: str) -> bool:
+    """Whether two texts are versions of one: half of the longer one is common at the start and the
+    end, or in lines."""
+    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
+        return a == b
+    a, b = a[:COMPARED], b[:COMPARED]
+    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
+    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+        return True
+    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
+    return sum(len(line) * count for line, count in lines.items()) > wanted
+
+
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?|\b1[6-9]\d{8}(?:\d{3})?\b"
-    rf"|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
@@ -2908,11 +2915,11 @@ KINDS = (  # what a differing span looks like, most telling first
     ("counter", r"\d+(?:[.,]\d+)*"),
     ("id", r"\b\w*\d\w*"),
 )
+VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What the texts look like where they part: clock, uuid, path, hash, counter, removed, added or
-    text."""
+    """What the texts look like where they part: one of KINDS, removed, added or text."""
     if at >= len(after.rstrip()):
         return "removed"
     if at >= len(before.rstrip()):
@@ -2922,9 +2929,8 @@ def kind_of(before: str, after: str, at: int) -> str:
         words = []
         for text in (before, after):
             hits = re.finditer(pattern, text[start : at + 80])
-            words.append(
-                next((hit.group() for hit in hits if hit.start() <= at - start <= hit.end()), "")
-            )
+            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
+            words.append(next(there, ""))
         if all(words) and not (name == "hash" and "".join(words).isdigit()):
             return name
     return "text"
@@ -2935,6 +2941,23 @@ def around(text: str, at: int) -> str:
     start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
     return text[start : min(end if end >= 0 else len(text), at + 40)]
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+VERDICTS = {
+    "cold": "nothing like it was sent before",
+    "extended": "goes on from this conversation's last prompt, and the server reused it",
+    "rewritten": "the client changed earlier content",
+    "template": "the client did its part, but the chat template renders old turns in another way",
+    "lost": "the client did its part, but the server had forgotten it",
+    "new branch": "shares its beginning with another conversation, or with an older prompt",
+    "not reported": "the server gave no cache numbers",
+}
+RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
+    "regenerated": "an older prompt again (regenerated)",
+    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
+}
 
 
 @dataclasses.dataclass
@@ -2964,124 +2987,25 @@ class Verdict:
         return self.name + (f" ({note})" if note else "")
 
     def line(self) -> str:
-        """The second log line, for a prompt that was not reused; '' when there is nothing to
-        say."""
-        if self.name in ("lost", "template", "not reported"):
-            return self.advice
-        if self.name == "new branch" and self.kind in RETURNS:
-            return RETURNS[self.kind]
+        """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
+        if self.name == "new branch":
+            return RETURNS.get(self.kind, "")
         if self.name != "rewritten":
-            return ""
+            return self.advice
+        told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
         elif self.kind == "reasoning":
             told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        else:
-            told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
-        return told + "".join(f"; {more}" for more in (self.advice, self.cure) if more)
-
-
-VERDICTS = {
-    "cold": "nothing like it was sent before",
-    "extended": "goes on from this conversation's last prompt, and the server reused it",
-    "rewritten": "the client changed earlier content",
-    "template": "the client did its part, but the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation, or with an older prompt",
-    "not reported": "the server gave no cache numbers",
-}
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
-}
-VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
-
-
-class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
-
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn. `tokens` and `number` are known once
-    the request is finished; `pace` is the time to the first byte in ms for each 1,000 characters
-    of the conversation's first prompt."""
-
-    __slots__ = ("chain", "conversation", "first", "names", "number", "pace", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
-
-    def __init__(
-        self,
-        view: View,
-        conversation: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [segment.where for segment in segments]
-        self.texts = [segment.text for segment in segments]
-        is_turn = (place for place, name in enumerate(self.names) if name.startswith("turn "))
-        self.first = next(is_turn, len(segments))
-        self.chain = links(segments)
-        self.turns = links(segments[self.first :])
-        self.tokens: int | None = None
-        self.number, self.pace = 0, 0.0
-
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
-
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def head(self) -> int:
-        """A hash of all before the first turn."""
-        return self.chain[self.first - 1] if self.first else 0
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
-
-    def goes_on(self, base: Prompt) -> bool:
-        """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
-
-    def common(self, other: Prompt) -> int:
-        """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return "; ".join(filter(None, (told, self.advice, self.cure)))
 
 
 @dataclasses.dataclass
 class Case:
     """A prompt under judgement, until the server's numbers are known.
 
-    `base` is what it is compared with: this conversation's prompt that it goes on from (`whole`) or
-    was made from, else the closest one of another conversation. `between` are the prompts that the
-    server got since then."""
+    `base` is this conversation's prompt that it goes on from (`whole`) or was made from; `between`
+    are the prompts that the server got since the one that it was compared with."""
 
     verdict: Verdict
     prompt: Prompt
@@ -3099,7 +3023,7 @@ class Ledger:
     """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
     oldest out first."""
 
-    MOST = 2048  # prompts: more conversations than that are not in flight, whatever memory they would fit in
+    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -3110,43 +3034,42 @@ class Ledger:
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle().
-
-        `lost_at` is when the server was last found away, on the clock of the prompts."""
-        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        later, in settle(). `lost_at`: when the server was last found away, on the prompts' clock."""
+        verdict = Verdict(side=prompt.side, step=prompt.step)
+        case = Case(verdict, prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
             stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            longest = self.longest(prompt)
+            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
+            longest = None if link is None else self.entries[self.index[link]]
             self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        verdict, case.base = case.verdict, previous(prompt, stored)
-        base = case.base or closest_prompt(prompt, stored[:COMPARED_PROMPTS])
+        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
+        case.base = base = previous(prompt, stored)
+        if base is None:  # of other conversations the closest one, rather one with the same tools
+            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
         case.whole = case.base is not None and prompt.goes_on(base)
         common = max(prompt.common(one) for one in (base, longest or base))
         verdict.share = common / (prompt.length() or 1)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between = newer[:COMPARED_PROMPTS]
-        case.away = base.time < lost_at
-        if case.whole:
-            verdict.name = "extended"
-            talk, head = base.conversation, base.head()
-            again = [one for one in newer if one.conversation == talk and one.head() == head]
-            if not prompt.side and any(not one.side for one in again):
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
+        if not case.whole:
+            locate_change(case, base)
+            place = verdict.where.partition(" ")[0]
+            same = place != "system" or alike(base.system(), prompt.system())
+            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+            volatile = place != "turn" and verdict.kind in VOLATILE
+            if not prompt.side and same and (goes_on or volatile):
+                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+            else:
+                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
             return case
-        case.texts = locate_change(verdict, base, prompt)
-        if not prompt.side and is_rewritten(verdict, case, base):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-        else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        verdict.name, talk = "extended", (base.conversation, base.head)
+        again = [one for one in newer if (one.conversation, one.head) == talk]
+        if not prompt.side and any(not one.side for one in again):
+            same = len(prompt.chain) == len(base.chain)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
-
-    def longest(self, prompt: Prompt) -> Prompt | None:
-        """The newest prompt of those that share most segments with this one."""
-        link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-        return None if link is None else self.entries[self.index[link]]
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -3172,6 +3095,11 @@ class Ledger:
                 self.size -= text_size(entry.texts[place])
 
 
+def text_size(text: str) -> int:
+    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
+    return 70 + sys.getsizeof(text)
+
+
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
@@ -3179,73 +3107,49 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     `stored`: the newest first. What stands before the turns does not count here. One whose last
     message alone was put in another way (a branch, a question beside the conversation) is passed
     over."""
-    name, side = prompt.conversation, prompt.side
-    talk = (one for one in stored if one.conversation == name and (side or not one.side))
-    own = list(itertools.islice(talk, COMPARED_PROMPTS))
-    relatives = kin(prompt, stored[:COMPARED_PROMPTS])
     whole = changed = None
     deepest, reached = (-1, 0), -1
-    for entry in own + relatives:
+    entries = relatives(prompt, stored)
+    for entry in entries:
         depth = common_prefix(prompt.turns, entry.turns)
-        may_have_changed = changed is None and entry in (own or relatives)
         if depth == len(entry.turns) or prompt.goes_on(entry):
             if (depth, prompt.common(entry)) > deepest:
                 whole, deepest = entry, (depth, prompt.common(entry))
-        elif may_have_changed and depth > deepest[0] and prompt.answered(depth):
+        elif changed is None and depth > deepest[0] and prompt.answered(depth):
             changed, reached = entry, depth
-    return whole if whole is not None and deepest[0] > reached else changed
+    return whole if deepest[0] > reached else changed
 
 
-def kin(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """Prompts that look like this conversation's under another name, the newest first: under a
-    system text much like its own, with a first message much like its own or with the same turns."""
-    found = [one for one in stored if one.conversation != prompt.conversation]
-    if "(prompt)" in prompt.names[-1]:
-        return [one for one in found if prompt.goes_on(one)]
-    if not prompt.answered(0) or prompt.side:
-        return []
+def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
+    """The prompts of the same conversation, by its name, or by look where a name changed with the
+    system text or the first words."""
+    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
     texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-    opening = prompt.opening()
 
     def looks_alike(one: Prompt) -> bool:
+        if "(prompt)" in prompt.names[-1]:
+            return prompt.goes_on(one)
+        if side or one.side or not one.turns or not prompt.answered(0):
+            return False
         first = one.opening()
-        begins = first in opening or opening in first or alike(first, opening)
-        return begins or not texts.isdisjoint(one.texts[one.first :])
+        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
+        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
 
-    found = [one for one in found if one.turns and not one.side and looks_alike(one)]
-    return [
-        one for one in found if one.head() == prompt.head() or alike(one.system(), prompt.system())
-    ]
-
-
-def closest_prompt(prompt: Prompt, stored: list[Prompt]) -> Prompt:
-    """The prompt of another conversation that has most in common with this one, rather one with the
-    same tools."""
-    head = prompt.names[: prompt.first]
-    return max(stored, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+    own = (one for one in stored if one.conversation == talk and (side or not one.side))
+    named = list(itertools.islice(own, COMPARED_PROMPTS))
+    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
+    return named + [one for one in others if looks_alike(one)]
 
 
-def is_rewritten(verdict: Verdict, case: Case, base: Prompt) -> bool:
-    """Whether a prompt that does not go on from an earlier one is that one changed, and not
-    another."""
-    prompt = case.prompt
-    if verdict.where.startswith("turn "):
-        return case.base is not None
-    if verdict.where == "system" and not alike(base.system(), prompt.system()):
-        return False
-    return verdict.kind in VOLATILE or (case.base is not None and prompt.answered(0))
-
-
-def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, str]:
-    """Say where a prompt parts from an earlier one, and what the change looks like. Returns what
-    both have there."""
+def locate_change(case: Case, base: Prompt) -> None:
+    """Say where a prompt parts from an earlier one, and what the change looks like."""
+    verdict, prompt = case.verdict, case.prompt
     was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    (old_name, old), (name, new) = (
-        (one.names[depth], one.texts[depth]) if depth < len(one.names) else ("", "")
-        for one in (base, prompt)
-    )
+    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
+    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
     verdict.where = name or old_name
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system() != prompt.system():
         verdict.where, old, new = "system", base.system(), prompt.system()
     elif was != now:
@@ -3253,45 +3157,40 @@ def locate_change(verdict: Verdict, base: Prompt, prompt: Prompt) -> tuple[str, 
         had, has = set(was), set(now)
         sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
         if sorted(was) == sorted(now):
-            start = len(os.path.commonprefix([was, now]))
+            start = common_prefix(was, now)
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
-        return "", ""
-    elif "(tool)" in old_name and "(tool)" in name and same_results(base, prompt, depth):
+        return
+    elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
         verdict.kind = "order of tool results"
-    elif old and (not name or is_answer(name, old_name) or stands_behind(new, base, depth)):
+    elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        return old, ""
+        case.texts = old, ""
+        return
     elif new and stands_behind(old, prompt, depth):
         verdict.kind, verdict.after = "put in", around(new, 0)
-        return "", new
+        case.texts = "", new
+        return
     elif old.split() == new.split():
         moved = "(tool)" in name and "(tool)" not in old_name
         verdict.kind = "moved into the result" if moved else "the same words in another form"
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    return old, new
+    case.texts = old, new
 
 
-def same_results(a: Prompt, b: Prompt, depth: int) -> bool:
-    """Whether the tool results that begin at a place are the same in another order."""
-    lines = []
-    for prompt in (a, b):
-        names = itertools.takewhile(lambda name: "(tool)" in name, prompt.names[depth:])
-        results = prompt.texts[depth : depth + len(list(names))]
-        lines.append("\n".join(results).split("\n"))
-    return lines[0] != lines[1] and sorted(lines[0]) == sorted(lines[1])
+def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
+    """Whether what stands at a place is there in another order, inside or among the turns."""
+    old, new = base.texts[depth], prompt.texts[depth]
+    if stands_behind(new, base, depth):
+        return stands_behind(old, prompt, depth)
+    return old.split() != new.split() and sorted(old.split()) == sorted(new.split())
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
-    """Whether a text, if it is not a word or two, stands behind a place; those close to it may."""
-    return text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
-
-
-def is_answer(name: str, old_name: str) -> bool:
-    """Whether an answer stands where another turn stood."""
-    return "(assistant)" in name and "(assistant)" not in old_name
+    """Whether a text stands behind a place; a word or two only if close to it."""
+    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
@@ -3344,37 +3243,22 @@ def block_pattern(old: str, new: str) -> str:
     """A pattern of a block without which two user texts are equal; '' if there is none."""
     prefix = common_prefix(old, new)
     suffix = common_suffix(old[prefix:], new[prefix:])
-    for text, other in ((old, new), (new, old)):
-        if text.endswith(other):
-            block = text[: len(text) - len(other)]
-        elif text.startswith(other):
-            block = text[len(other) :]
-        else:  # the paragraphs around the change
-            start = text.rfind("\n\n", 0, prefix) + 1
-            end = text.find("\n\n", len(text) - suffix)
-            block = text[start : end if end >= 0 else len(text)]
-        lines = block.strip().split("\n")
+    for text in (old, new):  # the paragraphs around the change
+        start = text.rfind("\n\n", 0, prefix + 2) + 1
+        end = text.find("\n\n", max(start, len(text) - suffix - 2))
+        lines = text[start : end if end >= 0 else None].strip().split("\n")
         typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or not re.search("[A-Za-z]{3}", lines[0]) or len(lines[0]) + len(lines[-1]) > 300:
+        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
             continue
-        opening = shape(re.match(r"\W*[\w ]*", lines[0])[0])  # type: ignore[index]
+        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", lines[0]))
         patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for mark, ending in BLOCK_ENDS:
-            if tag := re.match(mark, lines[0]):
-                patterns.insert(0, rf"(?s){shape(tag[0])}.*?{shape(ending.format(tag[1]))}")
-        if re.match(r"</|\[/", lines[-1]):
-            patterns.append(rf"(?s){shape(lines[0])}.*?{shape(lines[-1])}")
+        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
+            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
         for pattern in patterns:
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
     return ""
-
-
-BLOCK_ENDS = (  # how a program's block begins -> how it ends
-    (r"<([\w-]+)>?", "</{}>"),
-    (r"\[([\w ]*\w)", "[/{}]"),
-)
 
 
 # --- what the server says -------------------------------------------------------------------------
@@ -3400,13 +3284,14 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict, prompt, base = case.verdict, case.prompt, case.base
     prompt.tokens = usage.prompt
     if base is not None:
-        verdict.base, prompt.pace = base.number, base.pace
+        verdict.base = base.number
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        verdict.name = "extended"  # the change did not reach the prompt, or the server had read this one before
+        # The change did not reach the prompt, or the server had read this one before.
+        verdict.name = "extended"
     if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
@@ -3417,8 +3302,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
     verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
     had = case.base.reasoning if case.base is not None and case.whole else set()
-    dropped = [str(number) for number in sorted(had - case.prompt.reasoning)]
-    if dropped:
+    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
@@ -3437,29 +3321,33 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
 
 
-ADVICE = {  # what happened -> why or what helps | a setting that helps | how; what is set is not named
+# What happened -> why or what helps | a setting that helps | how; what is set is not named.
+ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, or its host cache is off (--cache-ram 0), or the model is a"
-    " hybrid, recurrent or sliding-window one without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "not all kept": "the model's last checkpoint lies further back (hybrid, recurrent and sliding-window models:"
-    " --ctx-checkpoints), or the chat template renders old turns in another way",
-    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
-    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
+    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
+    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
+    " --swa-full)",
+    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
+    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
+    "template": "a template that keeps old turns as they were (--chat-template-file)"
+    " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "system": "the client writes this part of its system prompt anew",
     "tools": "keep the list of tools the same for the length of a conversation",
     "tool": "keep a tool's description the same for the length of a conversation",
-    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may read all again",
+    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
+    " read all again",
     "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is a hybrid, recurrent or sliding-window one, and there was no checkpoint"
+    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
     " in front of the change: --ctx-checkpoints, --swa-full",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a larger host"
-    " cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation took the slot",
-    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from each other:"
-    " -sps above sim keeps those apart, at the price that new conversations start cold",
+    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
+    " larger host cache (--cache-ram)",
+    "low similarity": "something near the start of the prompt changes, or another conversation"
+    " took the slot",
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
+    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
 }  # fmt: skip
 
 
@@ -3477,31 +3365,27 @@ def taken_advice(case: Case, own: float) -> str:
     set) of its prompt; what the slot held goes to the host cache only if less than half of it
     stays (server-context.cpp, get_available_slot)."""
     base = case.base or case.prompt
-    shared, other = max(
-        ((one.common(base) / (one.length() or 1), one) for one in case.between),
-        key=lambda pair: pair[0],
-    )
-    who = f"a {other.side} request" if other.side else "another conversation"
-    if other.conversation == base.conversation and not other.side:
-        who = "a request of the same chat in another form"
-    more = len(case.between) - 1
-    told = f"{who} came in between" + (f", and {counted(more, 'other')}" if more else "")
+    shares = [one.common(base) / (one.length() or 1) for one in case.between]
+    shared = max(shares)
+    other = case.between[shares.index(shared)]
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    told = (f"a {other.side} request" if other.side else who) + " came in between"
     if shared <= 0.1:
         return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
     size = other.tokens or other.length() // 4
-    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f}) and so was given this slot"
+    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
     wanted = math.ceil(100 * shared + 1) / 100
-    apart = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
+    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
     if wanted >= own:
-        apart = "no -sps keeps two apart that have so much in common"
-    one_slot = "-np 2 gives each its own, if memory allows"
-    slots = case.server.get("slots")
-    if slots is None:
-        return f"{told}: with one slot, {one_slot}; with several, {apart}"
-    return f"{told}: {one_slot if slots == 1 else apart}"
+        several = "no -sps keeps two apart that have so much in common"
+    one = "-np 2 gives each its own, if memory allows"
+    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
+    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
-SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a request that nobody has answered yet
+# In the last turn, or in the system prompt of a request that nobody has answered yet.
+SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
     r"|(?P<queries>\bgenerat(?:e|ing)\b[^\n]{0,80}\bquer(?:y|ies)\b)"
@@ -3509,16 +3393,12 @@ SIDE_SHAPES = re.compile(  # in the last turn, or in the system prompt of a requ
     r"|(?P<suggestion>\b(?:suggest|predict)\b[^\n]{0,80}\b(?:next|follow-ups?)\b)"
     r"|(?P<summary>\bsummar(?:y|ize|ise)\b[^\n]{0,80}\b(?:conversation|session)\b)"
 )
-# One must be there before the slow search.
-SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "suggest", "predict", "summar")
 
 
 def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others.
-
-    Such requests have prompts of their own; that they share little is no fault.
-    """
+    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
+    fault."""
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
@@ -3532,10 +3412,8 @@ def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
     turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    for text in [turn.text()[:2000].lower() for turn in turns]:
-        if any(word in text for word in SIDE_WORDS) and (match := SIDE_SHAPES.search(text)):
-            return str(match.lastgroup)
-    return ""
+    matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
+    return next((str(match.lastgroup) for match in matches if match), "")
 
 
 def step_of(view: View) -> str:
@@ -4084,6 +3962,7 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
+TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
@@ -4123,7 +4002,6 @@ class Relay(BaseHTTPRequestHandler):
         self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.explained = False  # this request, while the model works
         self.held = 0  # bytes of its body
         self._headers_buffer = []
 
@@ -4216,11 +4094,11 @@ class Relay(BaseHTTPRequestHandler):
         if events == WRITE:
             self.poller.modify(self.upstream.sock, READ | WRITE)
         happened, seconds = 0, self.proxy.config.read_timeout
-        if not self.explained:
+        if not self.exchange.explained:
             happened = self.server_events(min(QUIET_SECONDS, seconds))
             if not happened:
-                self.explained = True
                 self.proxy.explain(self.exchange)
+                self.exchange.explained = True
         happened = happened or self.server_events(seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
@@ -4285,9 +4163,7 @@ class Relay(BaseHTTPRequestHandler):
         if not start:
             return False
         if not TOKEN_BYTES.match(start):
-            raise Refused(
-                400, "This is not HTTP; the address may need http:// instead of https://."
-            )
+            raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
         self.until = time.monotonic() + self.proxy.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
@@ -4311,13 +4187,9 @@ class Relay(BaseHTTPRequestHandler):
         if not match:
             raise Refused(400, "This is not an HTTP request line.")
         if match[3] != b"1":
-            raise Refused(
-                505,
-                "Only HTTP/1.0 and HTTP/1.1 are spoken here; the address may need http:// instead"
-                " of https://.",
-            )
-        self.request_version = "HTTP/1.0" if match[4] == b"0" else "HTTP/1.1"
+            raise Refused(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         old = match[4] == b"0"
+        self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
             length = body_length(headers)
@@ -4343,10 +4215,7 @@ class Relay(BaseHTTPRequestHandler):
     def origin_form(self, target: str) -> str:
         """The path of a request's target. Raises Refused for one that a server has no answer to."""
         if self.command == "CONNECT":
-            raise Refused(
-                405,
-                "This is no forward proxy: set it as the base URL of the API, not as HTTP_PROXY.",
-            )
+            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
         if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
             target = target[absolute.end() :]
             target = target if target[:1] == "/" else "/" + target
@@ -4354,70 +4223,52 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(400, "The request's target must be a path.")
         return target
 
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
+    def expect(self, request: Request) -> None:
+        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
+        nothing speaks against it. The library does it as soon as it has the head."""
+        if request.get("expect").lower() != "100-continue" or request.old:
+            return
+        self.until = 0.0
+        try:
+            self.rfile.peek(1)  # the body may be here already
+        except TimeoutError:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def begin_body(self, request: Request) -> None:
-        """Let a request's body come. If the client waits to be asked for it (RFC 9110 section
-        10.1.1), that is done only now, when nothing speaks against it."""
+    def body(self, request: Request) -> Iterator[bytes]:
+        """A request's body as it comes."""
+        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
         self.request.received, self.in_body = 0, True
-        if request.get("expect").lower() == "100-continue" and not request.old:
-            self.until = 0.0
-            try:
-                self.rfile.peek(1)  # it may be here already
-            except TimeoutError:
-                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.expect(request)
         self.until = time.monotonic() + BODY_SECONDS
-
-    def receive(self, size: int) -> bytes:
-        """Some bytes of a request's body. Raises ClientGone at an early end."""
-        data: bytes = self.rfile.read1(size)
-        if not data:
-            raise ClientGone
-        return data
-
-    def read_body(self, request: Request) -> bytes | bytearray:
-        """The whole body, within MAX_BODY_MB."""
-        length, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise self.too_long()
-        body = bytearray()
-        if not length and not request.chunked:
-            return body
-        self.begin_body(request)
         try:
             for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                body += payload
-                self.hold(len(payload))
-            while len(body) < length:
-                data = self.receive(min(1 << 20, length - len(body)))
-                body += data
-                self.hold(len(data))
+                yield payload
+            while left:
+                data = self.rfile.read1(min(left, 1 << 18))
+                if not data:
+                    raise EOFError
+                left -= len(data)
+                yield data
         except BodyTooLong:
-            raise self.too_long() from None
+            raise Refused(413, TOO_LONG % limit) from None
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
-            raise self.too_slow() from None
+            text = f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed."
+            raise Refused(408, text) from None
         except EOFError:
             raise ClientGone from None
+
+    def read_body(self, request: Request) -> bytearray:
+        """The whole body; its bytes are counted until the request has ended."""
+        body = bytearray()
+        for data in self.body(request) if request.length or request.chunked else ():
+            body += data
+            self.held += len(data)
+            if not self.server.hold(len(data)):
+                raise Refused(503, "All bodies together take too much memory; try again soon.")
         self.server.waiting.pop(self.socket, None)
         return body
-
-    def hold(self, size: int) -> None:
-        """Count bytes of a body that stay in memory until the request has ended."""
-        self.held += size
-        if not self.server.hold(size):
-            raise Refused(503, "The bodies of all requests take too much memory; try again soon.")
-
-    def too_long(self) -> Refused:
-        limit = self.proxy.config.max_body_mb << 20
-        return Refused(413, f"The body is longer than MAX_BODY_MB allows ({limit} bytes).")
-
-    def too_slow(self) -> Refused:
-        return Refused(408, f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed.")
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -4425,14 +4276,15 @@ class Relay(BaseHTTPRequestHandler):
         self.check_origin(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
+            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.explained = False
         self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
         try:
+            self.check_length(request.length or 0)
             if exchange.dialect is not None and request.method == "POST":
                 exchange.received = self.read_body(request)
                 if not request.get("content-encoding"):
@@ -4442,8 +4294,6 @@ class Relay(BaseHTTPRequestHandler):
                     exchange.forwarded = exchange.received
             elif request.chunked:
                 exchange.received = exchange.forwarded = self.read_body(request)
-            elif (request.length or 0) > self.proxy.config.max_body_mb << 20:
-                raise self.too_long()
             self.proxy.warmup.hold(exchange, self.watch_client)
             self.forward(exchange)
         except Refused as refused:
@@ -4460,23 +4310,24 @@ class Relay(BaseHTTPRequestHandler):
             self.proxy.busy(-1)
             self.proxy.finished(exchange)
 
+    def check_length(self, length: int) -> None:
+        limit = self.proxy.config.max_body_mb << 20
+        if length > limit:
+            raise Refused(413, TOO_LONG % limit)
+
     def check_origin(self, request: Request) -> None:
         """Keep web pages of other sites out, as far as browsers do not do that themselves."""
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(
-                403,
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours.",
+            text = (
+                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
             )
-        if request.method != "POST" or not from_other_site(request):
-            return
+            raise Refused(403, text)
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(
-                403, "A web page of another site may only send application/json to this server."
-            )
+        if request.method == "POST" and kind != "application/json" and from_other_site(request):
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The library's errors are HTML pages; these are what clients of the API understand."""
@@ -4523,21 +4374,29 @@ class Relay(BaseHTTPRequestHandler):
         a connection used before and nothing came back: the server had closed it (RFC 9112 section
         9.3.1)."""
         backend = self.proxy.backend
-        streamed = exchange.request.length or 0 if exchange.forwarded is None else 0
-        response = None
-        upstream = None if streamed else backend.pool.take()
+        # A body that is passed on as it comes cannot be sent twice.
+        upstream = (
+            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
+        )
         if upstream is not None:
             with contextlib.suppress(http.client.RemoteDisconnected):
-                response = self.ask(exchange, upstream, 0)
-        if upstream is None or response is None:
-            upstream = self.connect()
-            try:
-                response = self.ask(exchange, upstream, streamed)
-            except http.client.RemoteDisconnected:
-                backend.lost()
-                message = "closed the connection without an answer; its log may say why."
-                raise Refused(502, f"The model server at {backend.name()} {message}") from None
-        self.relay(exchange, upstream, response)
+                return self.forward_over(exchange, upstream)
+        try:
+            self.forward_over(exchange, self.connect())
+        except http.client.RemoteDisconnected:
+            backend.lost()
+            message = "closed the connection without an answer; its log may say why."
+            raise Refused(502, f"The model server at {backend.name()} {message}") from None
+
+    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
+        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
+        try:
+            response = self.ask(exchange, upstream)
+            self.relay(exchange, response)
+        except BaseException:
+            upstream.close()
+            raise
+        self.proxy.backend.pool.give(upstream, response)
 
     def connect(self) -> Upstream:
         """A new connection to the server. Raises Refused."""
@@ -4553,9 +4412,8 @@ class Relay(BaseHTTPRequestHandler):
                 f" and is BACKEND_URL right? {USUAL_PORTS}",
             ) from None
 
-    def ask(self, exchange: Exchange, upstream: Upstream, streamed: int) -> Response:
-        """Send a request and read the answer's head; `streamed`: bytes of the body that are passed
-        on as they come. Raises RemoteDisconnected when the server closes without a byte."""
+    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
+        """Send a request and read the answer's head."""
         stream = upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         self.upstream, self.poller = upstream, Poll()
@@ -4567,24 +4425,20 @@ class Relay(BaseHTTPRequestHandler):
             # The client may have left by now, and what an idle connection has is its end.
             if self.server_events(0) and upstream.expires:
                 raise ConnectionResetError
-            self.send_request(exchange, upstream, streamed)
+            self.send_request(exchange, upstream)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
-        except BaseException as fault:
-            upstream.close()
-            if isinstance(fault, TimeoutError):
-                raise Refused(504, f"The model server does not answer: {fault}.") from None
-            if isinstance(fault, BadMessage):
-                raise Refused(502, f"The model server's answer is not HTTP: {fault}.") from None
-            if isinstance(fault, (ConnectionError, EOFError)):
-                if not stream.received:
-                    raise http.client.RemoteDisconnected("") from None
-                raise Refused(  # it is not repeated: the server may have run it
-                    502, "The model server closed the connection in the head of its answer."
-                ) from None
-            raise
+        except TimeoutError as late:
+            raise Refused(504, f"The model server does not answer: {late}.") from None
+        except BadMessage as bad:
+            raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
+        except (ConnectionError, EOFError):
+            if not stream.received:
+                raise http.client.RemoteDisconnected("") from None
+            text = "The model server closed the connection in the head of its answer."
+            raise Refused(502, text) from None  # not repeated: the server may have run it
 
-    def send_request(self, exchange: Exchange, upstream: Upstream, streamed: int) -> None:
+    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
         """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
         target = under(upstream.url, request.target).decode("latin-1")
@@ -4600,33 +4454,25 @@ class Relay(BaseHTTPRequestHandler):
                 length = request.length or 0 if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if streamed:
-                self.pass_body(request, upstream, streamed)
+            if body is None and request.length:
+                self.pass_body(request, upstream)
             upstream.unfinished = False
-        except (Answered, ConnectionError):
-            pass  # an early answer (413, 401), or one that stands before the close
-        if streamed and upstream.unfinished:
-            # What is left of the body must not be taken for the next request.
-            self.close_connection = self.linger = True
+        except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
+            if body is None and request.length:  # the rest must not become the next request
+                self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream, length: int) -> None:
-        """Pass a body on as it comes."""
-        self.begin_body(request)
-        while length:
-            try:
-                data = self.receive(min(1 << 18, length))
-            except TimeoutError:
-                raise self.too_slow() from None
-            length -= len(data)
+    def pass_body(self, request: Request, upstream: Upstream) -> None:
+        """Send a body on as it comes. The time that the server takes is not the client's."""
+        for data in self.body(request):
             begun = time.monotonic()
             upstream.send(data)
-            self.until += time.monotonic() - begun  # the server's time is not the client's
+            self.until += time.monotonic() - begun
         self.watch(READ | HUNG_UP)
 
     # --- relaying ---------------------------------------------------------------------------------
 
-    def relay(self, exchange: Exchange, upstream: Upstream, response: Response) -> None:
+    def relay(self, exchange: Exchange, response: Response) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
@@ -4649,16 +4495,12 @@ class Relay(BaseHTTPRequestHandler):
             exchange.tap = None
         try:
             self.pump(exchange, response)
-        except BaseException as fault:
-            upstream.close()
-            if not isinstance(fault, (TimeoutError, EOFError, ConnectionError, BadMessage)):
-                raise
+        except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-        self.proxy.backend.pool.give(upstream, response)
 
     def pump(self, exchange: Exchange, response: Response) -> None:
         """Send the client an answer's body, with its head in front."""
@@ -5153,24 +4995,21 @@ class Proxy:
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it: once, when the server is silent or has
         answered."""
-        view = exchange.view
-        if view is None or exchange.counting or exchange.explained:
+        view, received = exchange.view, exchange.received
+        if view is None or received is None or exchange.counting or exchange.explained:
             return
         exchange.explained = True
         agent = "x-claude-code-agent-id"
+        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
         try:
-            headers = {agent: exchange.request.get(agent)}
-            talk, now, received = exchange.trace.conversation, time.monotonic(), None
-            prompt = Prompt(view, talk, headers, now)
-            exchange.case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict = exchange.case.verdict
-            exchange.case.idle = exchange.started - self.last_end
-            if exchange.forwarded is not exchange.received and exchange.received is not None:
-                received = view_of(parse(exchange.received), view.dialect)
-            if received is not None:
-                prompt = Prompt(received, talk, headers, now)
+            prompt = Prompt(view, *told)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
+            if exchange.forwarded is not received:
+                original = view_of(parse(received), view.dialect)
+                prompt = Prompt(original, *told) if original is not None else prompt
             straight = self.received.judge(prompt)
-            exchange.straight, exchange.case.moved = straight.verdict.share, straight.whole
+            exchange.straight, case.moved = straight.verdict.share, straight.whole
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -5182,10 +5021,10 @@ class Proxy:
             return []
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        told = (
-            f"ts={report.ts_removed} ids={report.msg_ids_removed} billing={report.billing_removed}"
-        )
-        told += f" regex={report.regex_removed} lifted={report.lifted} dropped={report.dropped}"
+        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
+        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
+        removed |= {"lifted": report.lifted, "dropped": report.dropped}
+        told = " ".join(f"{name}={count}" for name, count in removed.items())
         fields: Json = {"Removed": told, "Replayed": report.replayed}
         if verdict is not None:
             fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
@@ -5200,7 +5039,8 @@ class Proxy:
             (self.still.clear if self.running else self.still.set)()
 
     def finished(self, exchange: Exchange) -> None:
-        """Read the usage, settle the verdict, write log, page, metrics and capture."""
+        """Read an answer's numbers and record the request; if less was reused than should have
+        been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         answered = exchange.status == 200
         try:
@@ -5208,95 +5048,40 @@ class Proxy:
                 self.explain(exchange)
             elif exchange.status == 503:  # llama-server: loading its model
                 self.backend.lost_at = exchange.ended
-            tap = exchange.tap
-            first, last = tap.windows() if tap is not None else (b"", b"")
+            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
             if record := exchange.trace.record:
                 record.answer = heard_answer(first, last) if answered else None
                 record.tap = None
             if exchange.status == 400 and CONTEXT_FULL.search(first):
                 self.replay.overflowed(exchange.trace)
-            exchange.usage = usage_of(first, last) if answered else Usage()
             if not answered:
                 exchange.verdict = exchange.case = None
-            elif exchange.verdict is not None:
+            else:
+                exchange.usage = usage_of(first, last)
+            if exchange.verdict is not None:
                 self.warmup.remember(exchange)
             exchange.tap = exchange.view = None
             exchange.trace = Trace(exchange.trace.conversation)
             case = exchange.case
-            if (
-                case is not None
-                and missing_tokens(case, exchange.usage)
-                and self.asking.acquire(False)
-            ):
+            lost = case is not None and missing_tokens(case, exchange.usage)
+            if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
-    def template_change(self, exchange: Exchange, base: Prompt) -> tuple[str, str, str] | None:
-        """Where the chat template renders a conversation's turns in another way than it did for the
-        request before: the turn, and both texts there. None: it does not, or nothing tells."""
-        with self.metrics.guard:
-            kept = [one for one in self.metrics.recent if one.number == base.number]
-        texts = []
-        for one in (*kept, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
-            found = members(answer).get("prompt")
-            if not isinstance(found, str):
-                return None
-            texts.append(found)
-        at = common_prefix(texts[0], texts[-1])
-        if len(texts) < 2 or len(texts[0]) - at <= ANSWER_START:
-            return None
-        where, place = "", 0
-        for name, text in zip(base.names[base.first :], base.texts[base.first :], strict=True):
-            text = text.strip()[:60]
-            found = texts[0].find(text, place)
-            if 0 <= found < at - len(text):
-                where, place = "", found
-            else:  # a call is not rendered as in the ledger
-                where = where or name
-                if found >= 0:
-                    break
-        return where, around(texts[0], at), around(texts[-1], at)
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go: system, tools with the five largest, turns.
-        Counted by the server (/tokenize) if it is idle, else estimated from the characters."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        if view is None:
-            return {}
-        prompt = Prompt(view)
-        tools = prompt.texts[prompt.first - len(prompt.tools()) : prompt.first]
-        turns = "\n".join(prompt.texts[prompt.first :])
-        texts = {"system": prompt.system(), "tools": "\n".join(tools), "turns": turns}
-        rate = (exchange.usage.prompt or prompt.length() / 4) / (prompt.length() or 1)
-        found: Json = {name: round(len(text) * rate) for name, text in texts.items()}
-        found["estimated"] = True
-        for name, text in texts.items() if self.running == 0 else ():
-            answer = self.backend.ask("/tokenize", 3.0, dump({"content": text}), exchange.key())[1]
-            tokens = members(answer).get("tokens")
-            if not isinstance(tokens, list):
-                break
-            found[name], found["estimated"] = len(tokens), name != "turns"
-        rate = found["tools"] / (len(texts["tools"]) or 1)
-        sizes = {name: len(text) for name, text in zip(prompt.tools(), tools, strict=True)}
-        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-        return {**found, "largest tools": {name: round(sizes[name] * rate) for name in largest}}
-
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: less was reused
-        than should have been; the server is asked for its slots, and how its chat template renders
-        the prompts, once it is idle."""
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
+        asked for its slots, and how it renders the prompts, once it is idle."""
+        case, exchange.case = exchange.case, None
         try:
-            case, exchange.case = exchange.case, None
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
-                self.settle(exchange, case)
+                settle(case, exchange.usage, self.config)
+                if case.server and case.verdict.name == "lost":
+                    self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -5312,33 +5097,51 @@ class Proxy:
             if ask:
                 self.asking.release()
 
-    def settle(self, exchange: Exchange, case: Case) -> None:
-        """Settle a request's verdict."""
-        verdict, usage = case.verdict, exchange.usage
-        settle(case, usage, self.config)
-        chat = exchange.dialect is not None and exchange.dialect.name == "chat"
-        if verdict.name == "lost" and case.whole and case.base is not None and case.server and chat:
-            change = self.template_change(exchange, case.base)
-            if change is not None:
-                verdict.name = verdict.kind = "template"
-                verdict.where, verdict.before, verdict.after = change
-                told = f"the chat template renders {verdict.where} otherwise than before"
-                told += f" ({verdict.before!r} -> {verdict.after!r}), so {usage.cached:,} of"
-                told += f" {verdict.expected:,} tokens were reused: "
-                verdict.advice = told + advice("template", self.config)
-        if usage.cached is None and exchange.stream and exchange.begun:
-            chars = case.prompt.length() or 1
-            seconds = (
-                exchange.begun - exchange.sent
-            )  # the first event comes when the prompt is read
-            pace, first = 1e6 * seconds / chars, case.prompt.pace
-            case.prompt.pace = first or pace
-            verdict.advice = (
-                f"first byte after {seconds:.1f} s, {pace:.0f} ms for each 1,000 characters"
-            )
-            verdict.advice += (
-                f"; {first:.0f} ms in this conversation's first request" if first else ""
-            )
+    def ask_template(self, exchange: Exchange, case: Case) -> None:
+        """Have the server render a prompt and the one that it goes on from; if it renders old turns
+        in another way than before, that is why it had to read them again."""
+        base, prompts = case.base, list[str]()
+        with self.metrics.guard:
+            kept = {one.number: one for one in self.metrics.recent}
+        before = kept.get(base.number) if base is not None and case.whole else None
+        if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
+            return
+        for one in (before, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            prompts.append(str(members(answer).get("prompt") or ""))
+        at = common_prefix(*prompts)
+        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
+            return
+        turns = [*base.names[base.first :], ""]
+        where, place = turns[0], 0
+        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+            found = prompts[0].find(text.strip()[:60], place, at)
+            if found >= 0:
+                where, place = following, found
+        verdict = case.verdict
+        verdict.name, verdict.kind, verdict.where = "template", "template", where
+        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
+        verdict.advice = (
+            f"the chat template renders {where} otherwise than before"
+            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+        )
+
+    def weights(self, exchange: Exchange) -> Json:
+        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
+        tools with the five largest, turns."""
+        assert exchange.dialect is not None and exchange.forwarded is not None
+        view = view_of(parse(exchange.forwarded), exchange.dialect)
+        sizes: collections.Counter[str] = collections.Counter()
+        for name, text in segments_of(view) if view is not None else ():
+            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
+        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
+        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
+        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
+        turns = round(sizes["turn"] * rate)
+        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5367,46 +5170,33 @@ def visible(text: str) -> str:
     )
 
 
+# The original's line, which scripts read; other counts follow where they are not 0.
+LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+
+
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a
     reason."""
-    request, report, usage, verdict = (
-        exchange.request,
-        exchange.report,
-        exchange.usage,
-        exchange.verdict,
-    )
+    request, report, usage = exchange.request, exchange.report, exchange.usage
+    verdict, status = exchange.verdict, exchange.status
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        always = (
-            "items",
-            "ts_removed",
-            "msg_ids_removed",
-            "items_modified",
-        )  # the original's line, which scripts read
         counts = {name: count for name, count in vars(report).items() if name != "note"}
-        parts += [f"{name}={counts.pop(name)}" for name in always]
-        parts += [
-            f"stream={exchange.stream}",
-            *(f"{name}={count}" for name, count in counts.items() if count),
-        ]
+        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
+        parts.append(f"stream={exchange.stream}")
+        parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
-            parts.append(
-                f"reused={usage.cached}/{usage.prompt} ({100 * usage.cached / usage.prompt:.1f}%)"
-            )
-        elif exchange.status == 200 and not exchange.counting:
+            share = 100 * usage.cached / usage.prompt
+            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+        elif status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        if verdict is not None:
-            parts.append(verdict.title())
-        if report.note:
-            parts.append(f"forwarded as it came: {report.note}")
-    if exchange.status != 200 or len(parts) == 1:
-        parts.append(f"status={exchange.status or '-'}")
-    if exchange.fault:
-        parts.append(exchange.fault)
-    lines = [" | ".join(parts)]
+        parts.append(verdict.title() if verdict is not None else "")
+        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
+    if status != 200 or len(parts) == 1:
+        parts.append(f"status={status or '-'}")
+    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
     if verdict is not None and verdict.line() and not verdict.side:
         lines.append("    " + verdict.line())
     return lines
@@ -5416,27 +5206,19 @@ class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = (
-        512  # tokens; shorter reads take longer for each, and would make what is saved look larger
-    )
+    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]] = collections.deque(
-            maxlen=20
-        )  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]] = collections.deque(
-            maxlen=60
-        )  # time, share, verdict
-        self.counts: collections.Counter[tuple[str, str]] = (
-            collections.Counter()
-        )  # (label in METRIC_HELP, its value)
+        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
+        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
+        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
+        self.bodies, self.kept = collections.deque(), 0  # bytes of them
+        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        # (label in METRIC_HELP, its value) -> number
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.bodies: collections.deque[Exchange] = (
-            collections.deque()
-        )  # of `recent`, those with bodies
-        self.kept = 0  # bytes of them
         self.saved = 0.0  # seconds
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5444,43 +5226,47 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
-        usage, verdict, report = exchange.usage, exchange.verdict, exchange.report
+        verdict, report, counts = exchange.verdict, exchange.report, self.counts
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            self.counts["status", str(exchange.status)] += 1
+            counts["status", str(exchange.status)] += 1
             if report.edits():
                 for name, number in vars(report).items():
                     if number and name not in ("items", "items_modified", "note"):
-                        self.counts["kind", name] += number
+                        counts["kind", name] += number
             if report.note:
-                self.counts["reason", report.note.split(" (")[0]] += 1
+                counts["reason", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None and self.config.keep_requests:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
-            self.counts["verdict", verdict.name] += 1
-            if usage.prompt is None or usage.cached is None:
+            counts["verdict", verdict.name] += 1
+            prompt, cached = exchange.usage.prompt, exchange.usage.cached
+            if prompt is None or cached is None:
                 return ""
-            read, ms = usage.prompt - usage.cached, usage.prompt_ms
-            self.counts["state", "reused"] += usage.cached
-            self.counts["state", "read"] += read
-            if (
-                ms is None and exchange.stream and exchange.begun
-            ):  # the first event comes when the prompt is read
-                ms = 1000 * (exchange.begun - exchange.sent)
-            if ms is not None and read >= self.LONG_READ:
-                self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
-            more = usage.cached - round(exchange.straight * usage.prompt)  # than without kvproxy
-            if self.long_reads[1] and more >= 64:
-                self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
+            counts["state", "reused"] += cached
+            counts["state", "read"] += prompt - cached
+            self.save(exchange, prompt, cached)
             name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, usage.cached / max(1, usage.prompt), name))
+            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
-            self.window.append((usage.cached, usage.prompt, verdict.name))
+            self.window.append((cached, prompt, verdict.name))
             return self.warning()
+
+    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
+        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
+        the rate of all long reads."""
+        read, ms = prompt - cached, exchange.usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= self.LONG_READ:
+            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+        more = cached - round(exchange.straight * prompt)
+        if self.long_reads[1] and more >= 64:
+            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
@@ -5507,8 +5293,7 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest are let go when all take too much
-        memory."""
+        """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
         self.bodies.append(exchange)
         self.kept += exchange.size()
@@ -5518,22 +5303,25 @@ class Metrics:
             old.received = old.forwarded = None
 
 
-# Names whose values are not written down. In a body only members beside the prompt are looked at, and
-# there "max_tokens" and "prompt_cache_key" are no secrets.
+# Names whose values are not written down, of headers, in addresses, and in bodies beside the prompt.
 SECRET_NAME = re.compile(
-    r"(?i)auth(?!ors?(?![a-z]))|cookie|key|token(?!s|i)|secret|passw|passphrase|credential|signature|session"
-    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access)(?![a-z])"
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
+    r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-QUERY_PART = re.compile(r"(?<![^&])([^=&;]*)=[^&]*")  # its value may hold any of ";/?="
-SECRET_MEMBER = re.compile(
-    r"(?i)(?!prompt_cache_key).*(?:key|keys|token|secrets?|passw(?:or)?d|passphrase|credentials?|cookies?"
-    r"|authorization)|auth|bearer|jwt|pass|pwd|signature"
-)
+QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
-ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]*)=([^&?;/\s]*)")
-JSON_PAIR = re.compile(r'"([^"\\]{1,64})"(\s*:\s*)"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
+JSON_PAIR = re.compile(
+    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
+)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
-                  "input_schema")  # fmt: skip
+                  "input_schema", "schema")  # fmt: skip
+
+
+def hidden(pair: re.Match[str]) -> str:
+    """A name and its value, or *** for a secret's value."""
+    secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
+    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
 
 
 class Capture:
@@ -5542,8 +5330,8 @@ class Capture:
     A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.path, self.limit, self.log = config.capture_file, config.capture_mb << 20, log
-        self.guard = threading.RLock()  # close() takes it within write()
+        self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
+        self.log, self.guard = log, threading.RLock()  # close() takes it within write()
         self.file: Any = None
         self.size = 0
 
@@ -5551,40 +5339,32 @@ class Capture:
         """Open the file, if one is wanted. Raises OSError."""
         if not self.path or self.file is not None:
             return
-        path = os.path.expanduser(self.path)
-        self.file = open_private(path, "a")
+        self.file = open_private(self.path, "a")
         self.size = os.fstat(self.file.fileno()).st_size
         if self.size:
-            with open(path, "rb") as written:
+            with open(self.path, "rb") as written:
                 written.seek(-1, os.SEEK_END)
                 if written.read() != b"\n":  # half a line, after a crash or a full disk
                     self.size += self.file.write("\n")
 
     def write(self, exchange: Exchange) -> None:
-        """Append a finished request."""
+        """Append a finished request. A file that would get too long makes room for a new one."""
         if not self.path or exchange.received is None:
             return
         line = self.line(exchange, exchange.received)
         with self.guard:
             try:
-                if self.path:
-                    self.append(line)
+                if self.file is not None and self.size and self.size + len(line) > self.limit:
+                    self.close()
+                    os.replace(self.path, self.path + ".1")
+                self.open()
+                if self.file is not None:
+                    self.size += self.file.write(line)
+                    self.file.flush()
             except OSError as error:
                 self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
                 self.path = ""
                 self.close()
-
-    def append(self, line: str) -> None:
-        """Write a line; a file that would get too long makes room for a new one first."""
-        while self.file is None or (self.size and self.size + len(line) > self.limit):
-            if self.file is not None:
-                self.close()
-                path = os.path.expanduser(self.path)
-                os.replace(path, path + ".1")
-            self.open()
-        self.file.write(line)
-        self.file.flush()
-        self.size += len(line)
 
     def close(self) -> None:
         with self.guard, contextlib.suppress(OSError):
@@ -5593,13 +5373,14 @@ class Capture:
                 file.close()
 
     def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text."""
-        headers = {}
-        for name, value in exchange.request.headers.raw_items():
-            headers[name] = self.without_secrets("***" if SECRET_NAME.search(name) else value)
+        """The row of a request: its body as JSON if that loses nothing, else as text, without the
+        secrets that can be told."""
+        request, headers = exchange.request, dict[str, str]()
+        for name, value in request.headers.raw_items():
+            headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
         row: Json = {
-            "method": exchange.request.method,
-            "path": self.without_secrets(exchange.request.path),
+            "method": request.method,
+            "path": self.without_secrets(request.path),
             "time": exchange.time,
             "headers": headers,
             "status": exchange.status,
@@ -5608,21 +5389,17 @@ class Capture:
             "verdict": exchange.verdict.name if exchange.verdict else None,
         }
         with contextlib.suppress(ValueError, RecursionError):
-            body = self.without_secret_members(parse(received))
-            return json.dumps({**row, "body": body}, separators=(",", ":")) + "\n"
-        text = self.without_secret_text(received.decode("utf-8", "replace"))
-        return json.dumps({**row, "text": text}, separators=(",", ":")) + "\n"
+            row["body"] = self.without_secret_members(parse(received))
+            return json.dumps(row, separators=(",", ":")) + "\n"
+        row.pop("body", None)
+        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
+        return json.dumps(row, separators=(",", ":")) + "\n"
 
     def without_secrets(self, address: str) -> str:
         """A target or a header's value, without the secrets in its query and path parameters."""
-
-        def hide(part: re.Match[str]) -> str:
-            secret = SECRET_NAME.search(urllib.parse.unquote(part[1]))
-            return f"{part[1]}=***" if secret else part[0]
-
         path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hide, query)
-        return ADDRESS_PART.sub(hide, path) + mark + ADDRESS_PART.sub(hide, query)
+        query = QUERY_PART.sub(hidden, query)
+        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
     def without_secret_members(self, body: Json) -> Json:
         """A parsed body, changed in place: what stands beside the prompt has no secrets."""
@@ -5632,20 +5409,11 @@ class Capture:
             if isinstance(value, list):
                 waiting += value
             for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_MEMBER.fullmatch(name[-64:]) and member is not None:
+                if SECRET_NAME.search(name[-64:]) and member is not None:
                     value[name] = "***"
                 elif name not in PROMPT_MEMBERS:
                     waiting.append(member)
         return body
-
-    def without_secret_text(self, text: str) -> str:
-        """The same for a body that is no JSON, as far as its pairs can be told."""
-        return JSON_PAIR.sub(
-            lambda pair: (
-                f'"{pair[1]}"{pair[2]}"***"' if SECRET_MEMBER.fullmatch(pair[1]) else pair[0]
-            ),
-            text,
-        )
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5669,11 +5437,11 @@ def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). A disk that is full costs
-    one line on stderr, not a traceback for each record."""
+    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). Raises ConfigError.
+
+    A disk that is full costs one line on stderr, not a traceback for each record."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError."""
         self.path, self.told = path, False
         try:
             super().__init__(os.path.expanduser(path))
@@ -5686,45 +5454,30 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError as fault:  # it could not be opened anew
-            self.tell(fault)
-
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError as fault:
-            self.tell(fault)
+        except OSError:  # it could not be opened anew
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
-        if isinstance(fault, OSError):
-            self.tell(fault)
-        else:
-            super().handleError(record)
-
-    def tell(self, fault: OSError) -> None:
-        """Tell of a fault once, where somebody may see it."""
+        if not isinstance(fault, OSError):
+            return super().handleError(record)
         if not self.told:
             self.told = True
-            line = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
             with contextlib.suppress(OSError):
-                print(line, file=sys.stderr)
+                print(
+                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
+                )
 
 
 class Prefill:
-    """A request of kvproxy's own that has the server read a prompt before the client's request comes
-    that will begin with it. Its last turn is a placeholder, and its answer is one token."""
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with it.
+    Its last turn is a placeholder, and its answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-
-    def opened(self, sock: socket.socket) -> bool:
-        """Take the connection; False when it was given up before there was one."""
-        self.sock = sock
-        return not self.closed
 
     def close(self) -> None:
         """Give it up. The thread that waits for the answer wakes, and closes the connection."""
@@ -5769,6 +5522,7 @@ class Warmup:
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
+        self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.guard = threading.Lock()  # of both, and of the file
@@ -5781,14 +5535,10 @@ class Warmup:
         self.state, self.warned = "off", False
         self.thread: threading.Thread | None = None
 
-    def enabled(self) -> bool:
-        """Whether a setting asks for it."""
-        return bool(self.config.warmup_file or self.config.keepalive_seconds)
-
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
-        if self.enabled():
+        if self.enabled:
             self.load()
             self.state = "waiting"
             self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
@@ -5810,8 +5560,6 @@ class Warmup:
         """See whether the file can be written, and clear away what a crash left. Raises OSError."""
         if not self.path:
             return
-        for left in glob.glob(glob.escape(self.path) + ".[0-9]*.tmp"):
-            os.unlink(left)
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise OSError("it is no plain file")
         with self.temporary():
@@ -5830,7 +5578,7 @@ class Warmup:
                 if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
@@ -5850,9 +5598,9 @@ class Warmup:
     def remember(self, exchange: Exchange) -> None:
         """Keep the head (system, tools, model) of a request that was answered."""
         view, verdict = exchange.view, exchange.verdict
-        if not self.enabled() or view is None or verdict is None or verdict.side:
+        if not self.enabled or view is None or verdict is None or verdict.side:
             return
-        if not view.dialect.edited or not view.system():
+        if not (view.dialect.edited and view.system()):
             return
         body = front_members(view.body)
         systems = [turn.item for turn in view.turns[: view.leading()]]
@@ -5882,7 +5630,7 @@ class Warmup:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Any]:
         """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = f"{self.path}.{os.getpid()}.tmp"
+        name = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         try:
@@ -5901,21 +5649,18 @@ class Warmup:
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
-        """Called when a client's request is about to be forwarded.
+        """Called before a client's request is forwarded. One that begins with the prompt that the
+        server is reading is held until that has been read: the server would notice a cancel late,
+        and read it all again in another slot. Any other that needs the model ends the prefill,
+        unless a client waits for it.
 
-        If it begins with the prompt that the server is reading, it is held until that has been
-        read: the server would notice a cancel late, and read everything again in another slot. Any
-        other request that needs the model ends the prefill at once, unless some client waits for
-        it. `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
-        request = exchange.request
-        if request.method in ("GET", "HEAD", "OPTIONS") or exchange.counting:
-            return
-        path, view = request.path.split("?")[0], exchange.view
+        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None:
+        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(path, view):
+        if view is not None and prefill.begins(request.path.split("?")[0], view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -5982,7 +5727,8 @@ class Warmup:
             with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(self.config.read_timeout)
-                if not prefill.opened(connection.sock):
+                prefill.sock = connection.sock
+                if prefill.closed:  # given up before there was a connection
                     return 0
                 target = under(url, prefill.path.encode()).decode()
                 headers = {"Content-Type": "application/json", **self.keys}
@@ -6017,10 +5763,7 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
 dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-.chart { display: grid; grid-template-columns: auto 1fr; gap: .2rem .6rem; margin-bottom: .4rem }
-.scale { display: flex; flex-direction: column; justify-content: space-between; text-align: right; line-height: 1;
-  margin: -.4em 0 }
-svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
+pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
 rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
@@ -6032,7 +5775,7 @@ li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
-<details><summary>Settings in force</summary><ol>%(settings)s</ol></details>
+<details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
 <script nonce="%(nonce)s">
 setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
@@ -6056,6 +5799,12 @@ setInterval(async () => {
 </script></body></html>
 """
 
+CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
+<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
+<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
+ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
+<span>{2}</span><code>{3}</code></p>{4}</li>"""
+
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 
@@ -6070,11 +5819,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    (
-        "kvproxy_ledger_bytes",
-        lambda on: on.ledger.size + on.received.size,
-        "Memory held for explanations.",
-    ),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -6101,9 +5846,8 @@ class Pages:
         if not self.proxy.known_host(request.get("host")):
             return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            return self.json(
-                200, {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
-            )
+            health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
+            return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
         if not self.shows_prompts(request, peer):
@@ -6121,13 +5865,12 @@ class Pages:
         return self.error(404, "There is no such page.")
 
     def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and not from a page of another site: browsers
-        tell where a request comes from."""
+        """Whether a request comes from this machine, and from no other site's page, as browsers tell."""
+        if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
+            return False
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
-        forwarded = any(map(FORWARDED.match, request.headers.keys()))
-        same_site = ours and site in ("", "none", "same-origin")
-        return is_loopback(peer) and same_site and not forwarded
+        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6192,14 +5935,13 @@ class Pages:
             for name, source, text in METRIC_HELP:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-                if isinstance(source, str):
-                    lines += [
-                        f'{name}{{{label}="{of}"}} {count}'
-                        for (label, of), count in counts
-                        if label == source
-                    ]
-                elif (value := source(self.proxy)) is not None:
-                    lines.append(f"{name} {value}")
+                if callable(source):
+                    value = source(self.proxy)
+                    lines += [f"{name} {value}"] if value is not None else []
+                    continue
+                for (label, of), count in counts:
+                    if label == source:
+                        lines.append(f'{name}{{{label}="{of}"}} {count}')
         return "\n".join(lines) + "\n"
 
     # --- the page ---------------------------------------------------------------------------------
@@ -6214,17 +5956,22 @@ class Pages:
         if not rows:
             kept = self.proxy.config.keep_requests
             rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        settings, version = self.settings(), __version__
-        names = ("nonce", "state", "tone", "hint", "facts", "chart", "rows", "settings", "version")
-        values = (nonce, state, tone, hint, facts, chart, rows, settings, version)
-        page = PAGE % dict(zip(names, values, strict=True))
+        config = dataclasses.asdict(self.proxy.config).items()
+        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
+        parts |= {
+            "nonce": nonce,
+            "rows": rows,
+            "settings": html.escape(settings),
+            "version": __version__,
+        }
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        return 200, page.encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
+        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def state(self) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains it."""
@@ -6269,16 +6016,13 @@ class Pages:
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
         }
-        if proxy.warmup.enabled():
+        if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        return "".join(
-            f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd></div>"
-            for name, value in facts.items()
-        )
+        pair = "<div><dt>{}</dt><dd>{}</dd></div>"
+        return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
     def chart(self) -> str:
-        """Bars, and a label that tells screen readers what they show. Text stands beside the
-        drawing, which stretches."""
+        """A bar for each request, and a label that tells screen readers what they show."""
         points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
         if not points:
             reason = "The server reports no numbers." if judged else "Nothing to show yet."
@@ -6286,23 +6030,17 @@ class Pages:
         bars = ""
         for place, (when, share, name) in enumerate(points):
             height = max(2, 100 * share)  # a miss is seen, too
-            bars += (
-                f'<rect class="{TONES.get(name, "")}" x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}">'
-                f"<title>{clock(when)}: {100 * share:.0f}%, {name}</title></rect>"
-            )
-        mean = statistics.mean(share for _, share, _ in points)
-        last = counted(len(points), "request")
-        return (
-            '<div class="chart"><div class="scale" aria-hidden="true"><span>100%</span><span>50%</span><span>0%</span></div>'
-            f'<svg viewBox="0 0 {max(20, len(points))} 100" preserveAspectRatio="none" role="img"'
-            f' aria-label="Share of the prompt reused in the last {last}: {100 * mean:.0f}% on average">'
-            '<line x2="100%" y1="0" y2="0"/><line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>'
-            f"{bars}</svg><span></span><span>{clock(points[0][0])} to {clock(points[-1][0])}, newest last</span></div>"
-        )
+            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
+            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
+            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
+        mean = 100 * statistics.mean(share for _, share, _ in points)
+        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
+        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
+        return CHART.format(label, mean, max(20, len(points)), bars, times)
 
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
-        usage, verdict = exchange.usage, exchange.verdict
+        usage, verdict, words = exchange.usage, exchange.verdict, ""
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
@@ -6311,30 +6049,14 @@ class Pages:
             told = "reuse not reported"
         else:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
-        words = ""
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
             tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        return (
-            f'<li><p><a href="/kvproxy/requests/{exchange.number}" aria-label="Request {exchange.number}"><time>'
-            f"{clock(exchange.time)}</time></a><span>{html.escape(told)}</span>"
-            f"<code>{html.escape(printable(exchange.request.path))}</code></p>{words}</li>"
-        )
-
-    def settings(self) -> str:
-        """Every setting, with the value in force."""
-        rows = ""
-        for name, _, meaning in Config.table():
-            value = getattr(self.proxy.config, name.lower())
-            if isinstance(value, bool):
-                value = int(value)
-            elif isinstance(value, tuple):
-                value = "  ".join(value)
-            rows += f"<li><p><code>{name}</code><code>{html.escape(str(value))}</code></p>"
-            rows += f'<p class="soft">{html.escape(meaning)}</p></li>'
-        return rows
+        path = html.escape(printable(exchange.request.path))
+        when = clock(exchange.time)
+        return ITEM.format(exchange.number, when, html.escape(told), path, words)
 
 
 # --- a request's bodies, and what differs between them --------------------------------------------
@@ -6356,133 +6078,88 @@ def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
 
 
 TEXT_PIECE = 1 << 16  # bytes
-DIFF_BYTES, DIFF_LINES = 8 << 20, 50_000  # bodies with more are not compared
-DIFF_ROWS, DIFF_COLUMNS = 400, 1000  # of a difference that are shown
-DIFF_ANCHORS = 2000  # lines by which two bodies are aligned, about
-DIFF_CONTEXT = 2  # unchanged lines around a change
-JSON_PIECE = re.compile(rb'[ \t\r\n]*(?:([^ \t\r\n,:\[\]{}"]+)|([,:\[\]{}"]))')
-STRING_TOKEN = re.compile(
-    rb'([^"\\]+|(?:\\["\\bfrt]){1,64})|((?:\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u)?[0-9a-fA-F]{4}){1,64})|\\(.)|(")',
-    re.DOTALL,
-)
+DIFF_BYTES = 4 << 20  # longer bodies are not compared
+DIFF_LINES = 1000  # compared, from the first to the last that differs
+DIFF_COLUMNS = 1000  # of a line that are shown
+BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
 
 
-def json_lines(raw: bytes | bytearray) -> Iterator[bytes]:
-    """The lines of a JSON text as json.dumps(indent=1) spells it, with the line breaks of its strings
-    made real. However the text is nested, it takes no more memory than its longest line."""
-    line, depth, at, within = bytearray(), 0, 0, False
-    while found := (STRING_TOKEN if within else JSON_PIECE).match(raw, at):
-        at = found.end()
-        if within:
-            text, codes, escaped, quote = found.groups()
-            if codes:  # written as the characters themselves, but for those that JSON must escape
-                told = json.dumps(json.loads(b'"%s"' % codes), ensure_ascii=False)[1:-1]
-                text = told.encode("utf-8", "surrogatepass")
-            if escaped == b"n":
-                yield bytes(line)
-                line.clear()
-            else:
-                line += text or escaped or quote
-            within = not quote
+def json_lines(raw: bytes | bytearray) -> Iterator[str]:
+    """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
+    Only one string at a time is parsed: the values of a whole body would take too much memory."""
+    text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
+    decode = json.JSONDecoder(strict=False).raw_decode
+    while found := BODY_TOKEN.match(text, at):
+        token, at = found[1], found.end()
+        if token == '"':
+            value, at = decode(text, at - 1)
+            start, line = 0, line + token
+            while (end := value.find("\n", start)) >= 0:
+                yield line + shortened(value[start:end])
+                start, line = end + 1, ""
+            line += shortened(value[start:]) + token
             continue
-        value, mark = found.groups()
-        if mark in (b"}", b"]"):
+        if token in "]}":
             if line.strip():
-                yield bytes(line)
+                yield line
             depth -= 1
-            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
-        line += value or (b": " if mark == b":" else mark)
-        within = mark == b'"'
-        if mark in (b",", b"{", b"["):
-            yield bytes(line)
-            depth += mark != b","
-            line[:] = b" " * min(depth, DIFF_COLUMNS // 20)
-    yield bytes(line)
+            line = " " * min(depth, 50)
+        line += ": " if token == ":" else token
+        if token in ",[{":
+            yield line
+            depth += token != ","
+            line = " " * min(depth, 50)
+    yield line
+
+
+def shortened(line: str) -> str:
+    """A long line's beginning; the hash tells lines apart that differ further on."""
+    if len(line) <= DIFF_COLUMNS:
+        return line
+    return f"{line[:DIFF_COLUMNS]}... ({len(line):,} characters, hash {hash(line) & 0xFFFF:04x})"
+
+
+def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
+    """Four bytes for each line of a JSON text, for finding those that differ."""
+    return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
 
 
 def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
-    """What differs between two JSON texts, as a unified diff, and a note of what is left out."""
+    """What differs between two JSON texts, as a unified diff, and a note of what is left out.
+
+    A prompt is edited at both ends. With too many lines from the first change to the last, as many
+    at each end are compared."""
     if max(len(before), len(after)) > DIFF_BYTES:
         return [], "the bodies are too long for a diff"
-    sides = []
-    for raw in (before, after):
-        lines = itertools.islice(json_lines(raw), DIFF_LINES + 1)
-        sides.append(array.array("I", (hash(line) & 0xFFFFFFFF for line in lines)))
-    if max(map(len, sides)) > DIFF_LINES:
-        return [], "the bodies have too many lines for a diff"
-    more = diff_rows(changed_lines(*sides), len(sides[0]))
-    rows = list(itertools.islice(more, DIFF_ROWS))
-    old = some_lines(before, {at for mark, at, _ in rows if mark in " -"})
-    new = some_lines(after, {at for mark, _, at in rows if mark == "+"})
-    told = ["--- received", "+++ forwarded"] if rows else []
-    for mark, at, new_at in rows:
-        if mark == "@":
-            told.append(f"@@ -{at + 1} +{new_at + 1} @@")
-        else:
-            told.append(mark + (new[new_at] if mark == "+" else old[at]))
-    hidden = sum(1 for _ in more)
-    return told, f"{hidden:,} more lines of the diff are left out" if hidden else ""
-
-
-Change = tuple[int, int, int, int]  # lines (start, end) before, and (start, end) after
-
-
-def diff_rows(changes: list[Change], length: int) -> Iterator[tuple[str, int, int]]:
-    """The rows of a unified diff, as (mark, line before, line after); `length`: lines before."""
-    shown = 0
-    for number, (start, end, new_start, new_end) in enumerate(changes):
-        first = max(shown, start - DIFF_CONTEXT)
-        if first > shown or not number:
-            yield "@", first, new_start - (start - first)
-        yield from ((" ", at, 0) for at in range(first, start))
-        yield from (("-", at, 0) for at in range(start, end))
-        yield from (("+", 0, at) for at in range(new_start, new_end))
-        following = changes[number + 1][0] if number + 1 < len(changes) else length
-        shown = min(end + DIFF_CONTEXT, following)
-        yield from ((" ", at, 0) for at in range(end, shown))
-
-
-def changed_lines(before: Sequence[int], after: Sequence[int]) -> list[Change]:
-    """Where two lists of hashed lines differ.
-
-    difflib aligns lines that stand once in each list, about DIFF_ANCHORS of them: with all lines it
-    would take square time. Between two anchors, whatever is not equal at the ends has changed."""
-    thin = 1 + max(len(before), len(after)) // DIFF_ANCHORS
-    places: list[dict[int, int]] = []
-    for lines in (before, after):
-        found: dict[int, int] = {}
-        for at, line in enumerate(lines):
-            if line % thin == 0:
-                found[line] = -1 if line in found else at
-        places.append(found)
-    old, new = places
-    order = [line for line, at in old.items() if at >= 0 and new.get(line, -1) >= 0]
-    new_order = sorted(order, key=new.__getitem__)
-    blocks = difflib.SequenceMatcher(None, order, new_order, autojunk=False).get_matching_blocks()
-    same = [line for start, _, size in blocks for line in order[start : start + size]]
-    anchors = [*((old[line], new[line]) for line in same), (len(before), len(after))]
-    changes, at, new_at = [], 0, 0
-    for end, new_end in anchors:
-        stop, new_stop = end, new_end
-        while at < stop and new_at < new_stop and before[at] == after[new_at]:
-            at, new_at = at + 1, new_at + 1
-        while at < stop and new_at < new_stop and before[stop - 1] == after[new_stop - 1]:
-            stop, new_stop = stop - 1, new_stop - 1
-        if at < stop or new_at < new_stop:
-            changes.append((at, stop, new_at, new_stop))
-        at, new_at = end + 1, new_end + 1
-    return changes
-
-
-def some_lines(raw: bytes | bytearray, wanted: set[int]) -> dict[int, str]:
-    """Lines of a JSON text by their numbers, long ones cut."""
-    found = {}
-    for number, line in enumerate(itertools.islice(json_lines(raw), max(wanted, default=-1) + 1)):
-        if number in wanted:
-            found[number] = line[:DIFF_COLUMNS].decode("utf-8", "replace")
-            if len(line) > DIFF_COLUMNS:
-                found[number] += f"... ({len(line):,} bytes)"
-    return found
+    old, new = map(hashed_lines, (before, after))
+    start = common_prefix(old, new)
+    same = common_prefix(old[start:][::-1], new[start:][::-1])
+    if start == len(old) == len(new):
+        return [], ""
+    start, same = max(0, start - 2), max(0, same - 2)  # with the lines around them
+    skipped = max(0, max(len(old), len(new)) - start - same - DIFF_LINES)
+    windows, lines = list[list[range]](), list[dict[int, str]]()
+    for raw, length in ((before, len(old)), (after, len(new))):
+        stop, cut = length - same, start + DIFF_LINES // 2
+        parts = [range(start, min(cut, stop)), range(max(cut, stop - DIFF_LINES // 2), stop)]
+        windows.append(parts if skipped else [range(start, stop)])
+        spelled = enumerate(json_lines(raw))
+        lines.append({at: line for at, line in spelled if any(at in part for part in windows[-1])})
+    told = ["--- received", "+++ forwarded"]
+    for a, b in zip(*windows, strict=True):
+        matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
+        for group in matcher.get_grouped_opcodes(2):
+            rows = list[str]()
+            for tag, low, high, new_low, new_high in group:
+                at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
+                if skipped and at_cut and tag in ("insert", "delete"):
+                    continue  # their partners are among the lines that are skipped
+                rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
+                rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
+            if any(row[0] != " " for row in rows):
+                first, new_first = a[group[0][1]], b[group[0][3]]
+                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
+    return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
 
 
 def clock(when: float) -> str:
@@ -6514,37 +6191,18 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def ask(url: urllib.parse.SplitResult, body: Json, timeout: float) -> tuple[str, Usage, float]:
-    """(answer, usage, ms to the first byte) of a streamed chat request. Raises OSError, ValueError
-    or HTTPException."""
-    with contextlib.closing(http_connection(url, timeout)) as connection:
-        started = time.monotonic()
-        headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
-        connection.request(
-            "POST", under(url, b"/v1/chat/completions").decode(), dump(body), headers
-        )
-        response = connection.getresponse()
-        data = response.read1(65536)
-        first = 1000 * (time.monotonic() - started)
-        data += response.read()
-    if response.status != 200:
-        told = " ".join(data[:200].decode("utf-8", "replace").split())
-        raise ValueError(f"the server answered {response.status}: {told}")
-    return heard_answer(data, b"").opening, usage_of(data), first
+def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+    """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
-
-def play(
-    url: str, tokens: int, turns: int, mark: str, timeout: float, say: Callable[[str], None]
-) -> list[Json]:
-    """Play an agent shaped like OpenClaw 2026.2 against `url`, with ids and a stamp that change on
-    every turn.
-
-    `mark` stands at the front of the prompt, so that runs with different marks share nothing.
-    Returns a row per turn. Raises what ask() raises."""
+    Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
+    cache. Raises OSError, ValueError or HTTPException."""
     rows: list[Json] = []
     history: list[Json] = []
-    project = filler(max(50, tokens - 200), 7)
-    for turn in range(1, turns + 1):
+    mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
+    server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
+    target = under(server, b"/v1/chat/completions").decode()
+    headers = {"Content-Type": "application/json", **bearer(key)}
+    for turn in range(1, args.turns + 1):
         ident = str(uuid.uuid4())
         meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
         block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
@@ -6555,43 +6213,52 @@ def play(
         question = f"{stamp} Question {turn}: {filler(20, turn)}"
         text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
         history.append({"role": "user", "content": text})
-        messages = [{"role": "system", "content": system}, *history]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
-        answer, usage, first = ask(urllib.parse.urlsplit(url), {**body, "temperature": 0}, timeout)
-        history.append({"role": "assistant", "content": answer or "ok"})
+        body: Json = {
+            "model": "local",
+            "messages": [{"role": "system", "content": system}, *history],
+        }
+        body |= {"stream": True, "max_tokens": 16, "temperature": 0}
+        with contextlib.closing(http_connection(server, timeout)) as connection:
+            started = time.monotonic()
+            connection.request("POST", target, dump(body), headers)
+            response = connection.getresponse()
+            data = response.read1(65536)
+            first = 1000 * (time.monotonic() - started)
+            data += response.read()
+        if response.status != 200:
+            told = " ".join(data[:200].decode("utf-8", "replace").split())
+            raise ValueError(f"the server answered {response.status}: {told}")
+        history.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        usage = usage_of(data)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
-        say(f"  turn {turn} of {turns}: {ms:,.0f} ms")
+        if args.command == "bench" and not args.json:
+            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
     return rows
 
 
-def compare(
-    args: argparse.Namespace, config: Config, simulated: bool, say: Callable[[str], None]
-) -> None:
+def compare(args: argparse.Namespace, config: Config) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
     print both runs."""
-    mark, timeout = uuid.uuid4().hex[:12], config.read_timeout
-    straight = play(config.backend_url, args.tokens, args.turns, mark + "a", timeout, say)
-    say("")
-    quiet: Json = dict.fromkeys(("warmup_file", "capture_file"), "")
-    quiet |= {"keepalive_seconds": 0, "log_level": "error"}
-    ours = dataclasses.replace(config, listen_host="127.0.0.1", listen_port=0, **quiet)
-    with Proxy(ours) as proxy:
-        through = play(proxy.url, args.tokens, args.turns, mark + "b", timeout, say)
+    straight = play("straight", config.backend_url, args, config.read_timeout)
+    quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
+    quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
+    with Proxy(dataclasses.replace(config, **quiet)) as proxy:
+        through = play("through kvproxy", proxy.url, args, config.read_timeout)
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
-        runs = {"simulated": simulated, "straight": straight, "through": through}
+        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
         print(json.dumps({**runs, "ratio": ratio}))
         return
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for pair in zip(straight, through, strict=True):
-        line = f"{pair[0]['turn']:>5}"
+    for turn, pair in enumerate(zip(straight, through, strict=True), 1):
+        line = f"{turn:>5}"
         for row in pair:
-            cells = ["-" if row[name] is None else f"{row[name]:,.0f}" for name in columns]
+            cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
             line += " | " + " ".join(f"{cell:>8}" for cell in cells)
         print(line)
     if ratio is not None:
@@ -6603,15 +6270,14 @@ class SimulatedServer(BaseHTTPRequestHandler):
     at MS a word."""
 
     MS = 0.02
-    server: SimulatedHost
+    slot = ""  # of the class
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
-        prompt = "\n".join(turns)
-        cached = len(prompt[: common_prefix(self.server.slot, prompt)].split())
+        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in body["messages"])
+        cached = len(prompt[: common_prefix(self.slot, prompt)].split())
         read = max(1, len(prompt.split()) - cached)
-        self.server.slot = prompt
+        SimulatedServer.slot = prompt
         time.sleep(read * self.MS / 1000)
         timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
         answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
@@ -6626,25 +6292,19 @@ class SimulatedServer(BaseHTTPRequestHandler):
         pass
 
 
-class SimulatedHost(socketserver.ThreadingTCPServer):
-    """HTTPServer would ask DNS for this machine's name."""
-
-    daemon_threads = True
-    slot = ""
+DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens
+and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
 
 
 def command_demo(args: argparse.Namespace, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
-        print("An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens")
-        print(
-            f"and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."
-        )
-    with SimulatedHost(("127.0.0.1", 0), SimulatedServer) as server:
+        print(DEMO)
+    # HTTPServer would ask DNS for this machine's name
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        simulated = Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            compare(args, simulated, True, lambda line: None)
+            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"))
         finally:
             server.shutdown()
     if not args.json:
@@ -6652,9 +6312,15 @@ def command_demo(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {url}, first straight, then
+through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
+first should: {total:,} tokens.
+That takes {time} on a server that reads 400 tokens a second.
+"""
+
+
 def command_bench(args: argparse.Namespace, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
-    say: Callable[[str], None] = (lambda line: None) if args.json else print
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
@@ -6663,17 +6329,19 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
         return 1
-    total = args.tokens * (args.turns + 1)
-    say(f"{args.turns} turns of about {args.tokens:,} tokens against {url}, first straight, then")
-    say("through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the")
-    say(f"first should: {total:,} tokens.")
-    say(f"That takes {duration(total / 400)} on a server that reads 400 tokens a second.\n")
+    if not args.json:
+        total = args.tokens * (args.turns + 1)
+        print(BENCH.format(args, url=url, total=total, time=duration(total / 400)))
     try:
-        compare(args, dataclasses.replace(config, backend_url=url), False, say)
+        compare(args, dataclasses.replace(config, backend_url=url))
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversation must come back from the
+host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
 
 
 def command_check(args: argparse.Namespace, config: Config) -> int:
@@ -6690,8 +6358,8 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    advice = []
     status, rows = backend.ask("/slots")
+    advice = []
     if status != 200 or not isinstance(rows, list):
         wants_key = status in (401, 403)
         reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
@@ -6701,11 +6369,9 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     else:
         print("prompt cache: on, as far as /slots tells")
-    slots, context = found.get("slots"), found.get("context")
-    if slots == 1:
-        advice.append("One slot: a title or sub-agent request takes it, and the conversation must come back from the host"
-                      " cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context.")  # fmt: skip
-    if isinstance(context, int) and context < 32768:
+    if found.get("slots") == 1:
+        advice.append(ONE_SLOT)
+    if isinstance(context := found.get("context"), int) and context < 32768:
         few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
         advice.append(f"{few}: raise -c or lower -np.")
     for line in advice:
@@ -6728,7 +6394,7 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<cancelled>\d+)
+cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
@@ -6736,50 +6402,54 @@ LOG_SLOT = re.compile(
     r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
 )
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_FLOATS = ("sim", "ms")
-LOG_WORDS = ("lru", "forced", "begins")  # all other groups are whole numbers
+LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
+LOG_CAUSES = {
+    "no similar slot": "no slot held a similar prompt",
+    "low similarity": "little in common with what the slot held",
+    "not all kept": "the slot held a similar prompt, but most was read again",
+    "slot cut": "a part of what the slot held was thrown away",
+}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from the text); sim: the share"
-    " of the prompt that an earlier one began with; keep: the share of the slot's old content that stayed."
+    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
+    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
+    " the slot's old content that stayed."
 )
 STRAIGHT = (
-    "If these requests did not come through kvproxy, put it in front of the server first: it cures most of this, and"
-    " says of the rest what it is. With CAPTURE_FILE it writes what `inspect` reads best."
+    "If these requests did not come through kvproxy, put it in front of the server first: it cures"
+    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
+    " reads best."
 )
-INSPECT_ROW: Json = {  # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that
+# None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
+INSPECT_ROW: Json = {
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
+    **{"estimated": False, "cause": "", "cure": ""},
 }
 
 
 def command_inspect(args: argparse.Namespace, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115 - closed below
-        size = 0 if args.file == "-" else os.path.getsize(args.file)
+        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     findings: dict[str, Json] = {}
     number, reader = 0, LogReader(config)  # number: of the last row
     if args.json:
-        print('{"requests": [', end="")
+        print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, size, reader), 1):
+        for number, row in enumerate(inspect_rows(file, reader), 1):
             if args.json:
-                print(("," if number > 1 else "") + "\n" + visible(json.dumps(row)), end="")
+                print("," * (number > 1) + visible(json.dumps(row)))
             else:
-                print((INSPECT_HEAD + "\n" if number == 1 else "") + inspect_line(number, row))
-            if row["cause"]:
-                found = findings.setdefault(row["cause"], {
-                    "cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0,
-                    "example": row["what"], "cure": row["cure"],
-                })  # fmt: skip
+                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
+            if cause := row["cause"]:
+                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+                new |= {"example": row["what"], "cure": row["cure"]}
+                found = findings.setdefault(cause, new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
@@ -6787,46 +6457,39 @@ def command_inspect(args: argparse.Namespace, config: Config) -> int:
     for found in told:
         found["advice"] = inspect_advice(found, config)
     if args.json:
-        print('\n], "findings": ' + visible(json.dumps(told)) + "}")
+        print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
-        print(
-            "No request was recognised: this is neither a capture (JSON lines) nor a llama-server log (-lv 4)."
-        )
+        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    print("\n" + textwrap.fill(INSPECT_LEGEND, 110))
-    print("\nFindings, most tokens wasted first:" if told else "\nNothing was wasted.")
-    if told and not reader.ledger.count:
-        print(textwrap.fill(STRAIGHT, 110))
+    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
+    if not told:
+        lines[-1] = "Nothing was wasted."
+    elif not reader.ledger.count:
+        lines.append(STRAIGHT)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        text = f"{found['cause']}: {waste} {found['advice']}"
-        print(textwrap.fill(visible(text), 110, initial_indent="- ", subsequent_indent="  "))
+        lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
+    for line in lines:
+        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, size: int, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one; progress goes to stderr when a person looks. `size` is in
-    bytes, 0: not known."""
-    shown, lines = time.monotonic(), file
+def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
+    """The rows of a file, one by one."""
+    lines = file
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
     while line := lines.readline(PARSE_LIMIT):
         yield from reader.line(line)
-        if size and time.monotonic() - shown > 1 and sys.stderr.isatty():
-            print(f"{100 * file.tell() // size}%\r", end="", file=sys.stderr, flush=True)
-            shown = time.monotonic()
     yield from reader.end()
 
 
 def inspect_line(number: int, row: Json) -> str:
     mark = "~" if row["estimated"] else ""
-    tokens, read = (
-        "-" if row[key] is None else f"{mark}{row[key]:,}" for key in ("tokens", "read")
-    )
-    sim, keep = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("sim", "keep"))
-    name, what = visible(row["name"][:28]), visible(row["what"])
-    return INSPECT_LINE.format(number, name, tokens, read, sim, keep, what)
+    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
+    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
 
 
 def inspect_advice(found: Json, config: Config) -> str:
@@ -6853,8 +6516,7 @@ class LogReader:
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for anything that is neither a capture's nor a log's
-        line."""
+        """The rows that a line completes; none for a line of anything else."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -6872,34 +6534,29 @@ class LogReader:
         if view is None:
             return []
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
-        status = row.get("status", 200)
-        name = f"{row['path'].split('?')[0].removeprefix('/v1')[1:]}, {len(view.turns)} items"
+        path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
+        found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [dict(INSPECT_ROW, name=name, what=f"status {status}")]
-        headers = {
-            str(key).lower(): str(value) for key, value in members(row.get("headers")).items()
-        }
+            return [{**found, "what": f"status {status}"}]
+        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
         prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
         case = self.ledger.judge(prompt, self.lost_at)
-        case.idle = now - self.ended if self.ended else 0.0
+        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
-        told: Json = {
-            key: n for key, n in members(row.get("usage")).items() if isinstance(n, (int, float))
-        }
+        told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
             usage.prompt = prompt.length() // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
-        self.ended = now
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found = dict(INSPECT_ROW, name=name, what=verdict.title() + (f": {line}" if line else ""))
-        found.update(sim=round(verdict.share, 3), ms=usage.prompt_ms, estimated=estimated)
+        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
+        found.update(sim=round(verdict.share, 3), estimated=estimated)
         found.update(tokens=usage.prompt, read=usage.read())
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found.update(cause=cause_of(verdict), cured=cured)
@@ -6916,29 +6573,22 @@ class LogReader:
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log; what stands in front of it (docker, journal, router) does
-        not matter."""
+        """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
         number = (found[2] or found[4]) if found else None
         if found:
             self.slots[port] = found[1] or found[3]
         slot = port, self.slots.get(port, "?")
-        name, match = next(
-            ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text))), ("", None)
-        )
+        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
+        name, match = next(hits, ("", None))
         if match is None:
             return []
         if name == "start":
             return self.end(port)
         if name == "cancel":
-            number = match["cancelled"]
-            ended = [
-                key
-                for key, task in self.tasks.items()
-                if (key[0], task.get("task")) == (port, number)
-            ]
-            return [self.close(slot, ", cancelled") for slot in ended]
+            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
+            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
         task, done = self.tasks.get(slot, {}), []
         known = "tokens" in task
         if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
@@ -6949,8 +6599,7 @@ class LogReader:
             task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
-                kind = float if key in LOG_FLOATS else str if key in LOG_WORDS else int
-                task[key] = kind(value)
+                task[key] = LOG_TYPES.get(key, int)(value)
         if name == "slot" and (keep := LOG_KEEP.search(text)):
             task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
@@ -6960,32 +6609,28 @@ class LogReader:
     def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
-        row = dict(INSPECT_ROW, name=f"port {port} " * bool(port) + f"slot {slot[1]}")
-        row.update({key: task.get(key) for key in ("tokens", "read", "sim", "keep", "ms")})
-        tokens, read, sim, keep = (row[key] for key in ("tokens", "read", "sim", "keep"))
+        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
         if read is None and tokens is not None and "cached" in task:
-            read = row["read"] = tokens - task["cached"]
+            read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(port, 0)
         self.longest[port] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
+        low = sim is None or sim < 0.5
+        cause, what = "", "read" if tokens is None or read == tokens else "reused"
         if "forced" in task and "lru" not in task:
-            row.update(cause="full re-processing", what=f"full {task['forced'].strip()}")
-        elif mostly and size > 2 * longest and (sim is None or sim < 0.5):
-            row["what"] = "first prompt of its length"
-        elif mostly and sim is None:
-            row.update(cause="no similar slot", what="no slot held a similar prompt")
-        elif mostly and sim < 0.5:
-            row.update(cause="low similarity", what="little in common with what the slot held")
+            cause, what = "full re-processing", f"full {task['forced'].strip()}"
+        elif mostly and low and size > 2 * longest:
+            what = "first prompt of its length"
         elif mostly:
-            row.update(
-                cause="not all kept", what="the slot held a similar prompt, but most was read again"
+            cause = (
+                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            row.update(cause="slot cut", what="a part of what the slot held was thrown away")
-        else:
-            row["what"] = "read" if tokens is None or read == tokens else "reused"
-        row["what"] += suffix
-        return row
+            cause = "slot cut"
+        what = LOG_CAUSES.get(cause, what)
+        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
+        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return row | {"cause": cause, "what": what + suffix}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
@@ -7072,10 +6717,10 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and (is_setting(name.upper()) or re.fullmatch("[A-Z][A-Z0-9_]+", name)):
-            if not is_setting(name.upper()):
-                raise ConfigError(f"{name} is no setting{nearest(name)}")
+        if equals and is_setting(name.upper()):
             settings[name.upper()] = value
+        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
+            raise ConfigError(f"{name} is no setting{nearest(name)}")
         else:
             others.append(word)
     for word in others:
@@ -7104,6 +6749,10 @@ def nearest(word: str) -> str:
 OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
 
 
+ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
+prompts."""
+
+
 class Parser(argparse.ArgumentParser):
     """Errors are one line."""
 
@@ -7117,11 +6766,10 @@ def build_parser() -> argparse.ArgumentParser:
     for name, default, text in Config.table():
         first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
         lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
-    about = "Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their prompts."
     parser = Parser(
         prog="kvproxy.py",
         usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(about, width),
+        description=textwrap.fill(ABOUT, width),
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -7130,14 +6778,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, tokens=6000 if name == "demo" else 16000, turns=5)
         if name == "inspect":
             command.add_argument("file", metavar="FILE", help="- reads stdin")
         if name in ("demo", "bench"):
-            numbers = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
-            for option, meaning in numbers.items():
+            lengths = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
+            for option, meaning in lengths.items():
                 command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
-            command.set_defaults(tokens=6000 if name == "demo" else 16000, turns=5)
         if name in ("demo", "bench", "inspect"):
             command.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -7148,10 +6795,7 @@ COMMANDS = {
     "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
     "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
     "inspect": (command_inspect, "explain a capture or a llama-server log"),
-    "check": (
-        command_check,
-        "tell what the backend is and what hurts its cache (API_KEY: its key)",
-    ),
+    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 
 
