@@ -3034,7 +3034,7 @@ class Ledger:
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle(). `lost_at`: when the server was last found away, on the prompts' clock."""
+        later, in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
