@@ -3004,7 +3004,7 @@ def rp_rig() -> Iterator[Rig]:
         assert reader.known
         for raw, turn in reader.known.items():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
-            counts = scrubber.edit(fresh, True) if fresh.role in ("user", "system") else None
+            counts = scrubber.edit(fresh, True) if fresh.role == "user" else None
             assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
             assert json.loads(turn.json()) == turn.item
 
@@ -3768,6 +3768,7 @@ RP_STREAMS = {  # dialect: the events of an answer, with what it thought and a c
         {"type": "response.output_item.done", "item": {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}},
         {"type": "response.output_text.delta", "delta": "I lo"}, {"type": "response.output_text.delta", "delta": "ok."},
         {"type": "response.output_text.done", "text": "I look."},
+        {"type": "response.output_item.done", "item": {"type": "message", "content": [{"type": "output_text", "text": "I look."}]}},
         {"type": "response.output_item.added", "item": {"type": "function_call", "id": "fc_9", "call_id": "call_1", "name": "look"}},
         {"type": "response.function_call_arguments.delta", "delta": '{"text": "x"}'},
         {"type": "response.output_item.done", "item": {"type": "function_call", "id": "fc_9", "call_id": "call_1", "arguments": "{}"}},
@@ -3859,6 +3860,24 @@ def test_replay_unknown_history_gets_nothing(client: RpClient) -> None:
     ):
         assert client.send(turns, "no") == client.came(turns)
     assert rp_restored(client)
+
+
+@pytest.mark.parametrize(("line", "words", "stays"), [
+    ("Current time is 07:05.", "hi", True),
+    (RP_GIT + "(clean)", "hi", False),
+    (RP_GIT + "(clean)", "hi " * 400, True),
+    (RP_META % '"sender_id": "ann",', "hi " * 400, False),
+])  # fmt: skip
+def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
+    chat: RpClient, line: str, words: str, stays: bool
+) -> None:
+    """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
+    what a project has to say in a text that nobody else would send; who speaks never does."""
+    first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
+    turns: list[RpTurn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
+    assert (prompt[:2] == first) == stays
+    assert stays or prompt[1] == f"user\n{words}"
 
 
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
@@ -4238,16 +4257,19 @@ def test_replay_results_keep_their_order(client: RpClient) -> None:
     ids = ["call_1_ab", "call_2_ab", "call_3_ab"]
     turns: list[RpTurn] = [("user", rp_block("Ann") + "look")]
     client.send(turns, ids)
-    turns = [("user", "look"), ("calls", ids), ("results", ids)]
+    turns = [("user", rp_block("Ann") + "look"), ("calls", ids), ("results", ids)]
     before = client.send(turns, "A")
-    for number in range(2):
-        respelled = [one.replace("_", "-" * number) for one in ids]
-        turns[1:3] = [("calls", respelled), ("results", respelled[1:] + respelled[:1])]
+    turns[0] = ("user", "look")
+    for number in range(3):  # first as they were, so that they are settled
+        respelled = [one.replace("_", "_-"[number % 2] * number) if number else one for one in ids]
+        turned = respelled[number:] + respelled[:number]
+        turns[1:3] = [("calls", respelled), ("results", turned)]
         turns += [("assistant", "A"), ("user", f"go {number}")]
         before = client.extends(before, turns, "A")
     turns[2] = ("results", [ids[0], "call_9", ids[2]])
     prompt = client.send(turns, "A")
-    assert prompt[3:] == client.came(turns)[3:], "a changed result is a real edit"
+    assert prompt[:2] == before[:2]
+    assert prompt[2:] == client.came(turns)[2:], "a changed result is a real edit, as are its calls"
 
 
 def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
@@ -4942,16 +4964,20 @@ def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.Monk
                 assert sum(map(len, parsed)) < 8 * len(turn)
 
 
-def test_reader_holds_no_turn_that_would_push_out_all_others() -> None:
-    reader = kvproxy.Reader(None, 1 << 17)
-    for number in range(10):
-        sizes = (1 << 17, 10, 1 << 13, 1 << 18)
-        turns = [{"role": "user", "content": f"{number}" + "a" * size} for size in sizes]
-        body = {"messages": [*turns, {"role": "user", "content": "end"}]}
-        assert rp_read(reader, "chat", json.dumps(body, separators=(",", ":")).encode())
-        held = {turn.text() for turn in reader.known.values()}
-        assert f"{number}" + "a" * 10 in held and len(held) > 1
-        assert reader.size <= reader.limit
+def test_reader_memory_is_bounded() -> None:
+    """A turn that is too large pushes out no others; many small ones are forgotten at once."""
+    reader, row = kvproxy.Reader(None, 1 << 17), kvproxy.DIALECTS["chat/completions"]
+
+    def read(*texts: str) -> list[kvproxy.Turn]:
+        body = {"messages": [{"role": "user", "content": text} for text in texts]}
+        return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+
+    known = read("a", "b")
+    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
+    for number in range(40):
+        read(f"{number}" + "x" * 5000, "end")
+        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
+    assert reader.known
 
 
 @pytest.mark.parametrize(
