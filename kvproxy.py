@@ -785,7 +785,9 @@ def lead(text: str) -> list[Lead]:
 
 # --- JSON members, cut where they stand: the layout of what stays is kept -------------------------
 
-ID_KEYS = frozenset("message_id message_id_full reply_to_id reply_to_id_full message_sid".split())
+ID_KEYS = frozenset(
+    ["message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"]
+)
 INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
 INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -1921,11 +1923,11 @@ class Replay:
             kept = []
             for carrier in unit.carriers:
                 kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
-                if kind in MOVED and 0 < last <= at and last + 1 < len(units):
-                    if standing.get(kind) == text:
-                        report.dropped += 1
-                        unit.dropped = True
-                        continue
+                behind = kind in MOVED and 0 < last <= at and last + 1 < len(units)
+                if behind and standing.get(kind) == text:
+                    report.dropped += 1
+                    unit.dropped = True
+                    continue
                 standing[kind] = text
                 kept.append(carrier)
             if unit.dropped:
@@ -1959,9 +1961,9 @@ class Replay:
                 size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
         trace.record = record
         trace.line = Line()
-        if match.line is not None and match.record is not None:
-            if match.line.record is match.record and match.depth == len(match.record.units):
-                trace.line = match.line  # it goes on; else it branches off
+        whole = match.record is not None and match.depth == len(match.record.units)
+        if whole and match.line is not None and match.line.record is match.record:
+            trace.line = match.line  # it goes on; else it branches off
         if size <= self.lines.limit >> 1:
             self.lines.put(trace.line, record, places[end - 1], size)
         elif match.line is not None:
@@ -2175,9 +2177,9 @@ def storable(turn: Turn) -> Turn:
     item = turn.item or {"role": "user", "content": turn.text()}
     content = item.get("content")
     parts = content if isinstance(content, list) else []
-    if turn.item and "cache_control" not in item:
-        if not any(isinstance(part, dict) and "cache_control" in part for part in parts):
-            return turn
+    marked = any(isinstance(part, dict) and "cache_control" in part for part in [item, *parts])
+    if turn.item and not marked:
+        return turn
     item = bare(item)
     if parts:
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
@@ -2499,7 +2501,7 @@ def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
 
 
 class Tools:
-    """The forms and orders in which tools were sent first. Bounded; safe to use from many threads."""
+    """The forms and orders in which tools were sent first. Bounded; safe for many threads."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -4858,7 +4860,8 @@ class Proxy:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
-        self.log = logging.Logger("kvproxy", self.config.log_level.upper())  # noqa: LOG001 - no global state
+        level = self.config.log_level.upper()
+        self.log = logging.Logger("kvproxy", level)  # noqa: LOG001 - no global state
         self.backend = Backend(self.config)
         self.editor = Editor(self.config)
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
@@ -5303,7 +5306,8 @@ class Metrics:
             old.received = old.forwarded = None
 
 
-# Names whose values are not written down, of headers, in addresses, and in bodies beside the prompt.
+# Names whose values are not written down, of headers, in addresses, and in bodies beside the
+# prompt.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
     r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
@@ -5325,7 +5329,8 @@ def hidden(pair: re.Match[str]) -> str:
 
 
 class Capture:
-    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the like.
+    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the
+    like.
 
     A write that fails ends the capture, never the proxy."""
 
@@ -5470,8 +5475,8 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
 
 class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with it.
-    Its last turn is a placeholder, and its answer is one token."""
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
+    it. Its last turn is a placeholder, and its answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
@@ -5511,7 +5516,8 @@ def front_members(body: Json) -> Json:
 
 class Warmup:
     """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them. At most one prefill is under way, and clients' requests go first: hold()."""
+    real turn needs them. At most one prefill is under way, and clients' requests go first:
+    hold()."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
@@ -5830,7 +5836,8 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
-    """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another site."""
+    """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another
+    site."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
     HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
@@ -5865,7 +5872,8 @@ class Pages:
         return self.error(404, "There is no such page.")
 
     def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and from no other site's page, as browsers tell."""
+        """Whether a request comes from this machine, and from no other site's page, as browsers
+        tell."""
         if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
             return False
         origin, site = request.get("origin"), request.get("sec-fetch-site")
@@ -6063,8 +6071,8 @@ class Pages:
 
 
 def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
-    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes are
-    text that it would take more than three times its size."""
+    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes
+    are text that it would take more than three times its size."""
     decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
     out += b'"'
     for at in range(0, len(raw), TEXT_PIECE):
@@ -6425,7 +6433,9 @@ STRAIGHT = (
 # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
 INSPECT_ROW: Json = {
     **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    **{"estimated": False, "cause": "", "cure": ""},
+    "estimated": False,
+    "cause": "",
+    "cure": "",
 }
 
 
@@ -6712,8 +6722,8 @@ def taken_by(config: Config) -> str:
 
 
 def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The settings among a command line's words (NAME=value), and the other words. Raises ConfigError
-    for a word that is neither setting nor command nor option."""
+    """The settings among a command line's words (NAME=value), and the other words. Raises
+    ConfigError for a word that is neither setting nor command nor option."""
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
