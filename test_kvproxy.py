@@ -3895,6 +3895,12 @@ def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
     assert client.extends(edited, [*blue, ("user", "two, edited"), *end])[-1] == "user\nend"
 
 
+def test_replay_failed_request_that_is_sent_again(client: RpClient) -> None:
+    client.send([("user", rp_block("try 1") + "hi")], 503)
+    first = client.send([("user", rp_block("try 2") + "hi")], "Hello!")
+    client.extends(first, RP_WENT_ON)
+
+
 def test_replay_behind_a_real_edit_nothing_is_restored(client: RpClient) -> None:
     one, two = (("user", rp_block(f"name {n}") + n) for n in ("one", "two"))
     bare: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
@@ -4093,7 +4099,7 @@ def test_replay_one_persons_text_moves_into_no_other_message(client: RpClient, c
     """Where one of the messages tells who speaks, where the blocks are of other kinds, or are none
     that a client rewrites, its own form goes."""
     who = {"first": rp_block("Ann"), "newest": rp_block("Bob")}
-    other = f"<environment_details>\n{'B'}\n</environment_details>"
+    other = "<environment_details>\nOrder: B\n</environment_details>"
     first, later = rp_reminder("Order: A"), rp_reminder("Order: B")
     if case == "event":
         first, later = (f"System: [2026-12-01 07:00:00 UTC] Order: {n}\n" for n in "AB")
@@ -4127,7 +4133,8 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     ("reminder", "<r>\n# Rules\nx\n</r>", "<r>\n# Rules\ny\n</r>", ["<r>\n# Rules\nz\n</r>"], False),
     ("reminder", "<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),
     ("environment", "<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", [], True),
-    ("environment", "<e>\nx\n</e>", "<e>\ny\n</e>", ["<e>\nz\n</e>"], False),
+    ("environment", "<e>\nx1\n</e>", "<e>\nx2\n</e>", ["<e>\nTabs: c\n</e>"], False),
+    ("reminder", "<r>\nRules\nMode: a\n</r>", "<r>\nRules\nMode: b\n</r>", ["<r>\nRules\n</r>"], False),
 ])  # fmt: skip
 def test_replay_rewritten_block_has_a_place(
     kind: str, before: str, after: str, later: list[str], possible: bool
@@ -4233,11 +4240,10 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: s
     that is deleted is gone."""
     client = rp_some(rp_rig, len(typed))
     turns: list[RpTurn] = [("user", "one"), ("user", typed)]
-    for _ in range(2):
-        assert client.send(turns) == client.came(turns)
-        turns += [("assistant", "ok"), ("user", typed), ("user", "two")]
-    del turns[1]
     assert client.send(turns) == client.came(turns)
+    turns += [("assistant", "ok"), ("user", typed), ("user", "two")]
+    for kept in (turns[:1] + turns[2:], turns):
+        assert client.send(kept) == client.came(kept)
 
 
 def test_replay_tags_alone_are_a_persons_question_where_nothing_else_is_said(
