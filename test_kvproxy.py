@@ -3430,7 +3430,7 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
     turns: list[RpTurn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
-    begun: list[RpTurn] = [*turns, ("assistant", "It is")]
+    begun = [*turns[:2], ("user", rp_block("Ann") + "what day?"), ("assistant", "It is")]
     prompt = client.send(begun, " Monday.", system=rp_date("2026-12-02"))
     assert rp_told(prompt, "Current date") == ["2026-12-01", "2026-12-02"]
     assert prompt[-1] == "assistant\nIt is"
@@ -4315,10 +4315,18 @@ def test_replay_reminders_beside_results(rp_rig: Rig) -> None:
     assert before[-1].count("found c1") == before[-1].count("step 1") == 1
     turns += [("assistant", "done"), ("user", "two")]
     prompt = client.extends(before, turns)
-    body = client.body([*turns, ("assistant", "ok"), ("user", "three")])
+    turns += [("assistant", "ok"), ("user", "three")]
+    body = client.body(turns)
     body["messages"][2]["content"][0]["content"] = "something else"
     sent = rp_prompt(client.post(body))
     assert sent == [*prompt[:3], *rp_prompt(body)[3:]], "a changed result is a real edit"
+    again = RpClient(rp_rig, "messages")
+    again.send(turns[:1], ["c1", "d1"])
+    again.send(turns[:3], "done")
+    turns[1:3] = [("calls", ["c_1", "d_1"]), ("results", ["c_1", "d_1"])]
+    body = again.body(turns)
+    body["messages"][2]["content"].append({"type": "text", "text": rp_reminder("step 2")})
+    assert rp_prompt(again.post(body)) == rp_prompt(body), "results keep the ids of their calls"
 
 
 def test_replay_never_touches_arguments(client: RpClient) -> None:
