@@ -3901,10 +3901,10 @@ def test_replay_failed_request_that_is_sent_again(client: RpClient) -> None:
     client.extends(first, RP_WENT_ON)
 
 
-def test_replay_behind_a_real_edit_nothing_is_restored(client: RpClient) -> None:
+def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
     one, two = (("user", rp_block(f"name {n}") + n) for n in ("one", "two"))
     bare: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
-    for edited, kept in (
+    cases: list[tuple[list[RpTurn], int]] = [
         ([("user", "One"), *bare[1:]], 0),
         ([bare[0], ("assistant", "A, corrected"), *bare[2:]], 0),
         (bare[2:], 0),
@@ -3913,8 +3913,9 @@ def test_replay_behind_a_real_edit_nothing_is_restored(client: RpClient) -> None
         ([bare[0], *bare[2:]], 0),
         ([*bare[:2], ("user", "two, edited"), bare[3]], 2),
         ([*bare[:3], ("assistant", "B, corrected")], 2),
-    ):
-        client = RpClient(client.rig, client.dialect)
+    ]
+    for number, (edited, kept) in enumerate(cases):
+        client = rp_some(rp_rig, number)
         client.send([one], "A")
         before = client.send([bare[0], bare[1], two], "B")
         turns = [*edited, ("user", "three")]
@@ -4018,8 +4019,9 @@ def test_replay_block_that_becomes_a_message_stands_once(client: RpClient) -> No
     rp_block("{}"), "<environment_details>\n{}\n</environment_details>\n", "[media attached: {}]\n",
     "Current message:\n#1 {}: ", "System: [2026-12-01 07:00:00 UTC] {}\n\n", "Delivery: {}\n",
 ])  # fmt: skip
-def test_replay_another_value_is_sent_as_the_client_has_it(client: RpClient, block: str) -> None:
+def test_replay_another_value_is_sent_as_the_client_has_it(rp_rig: Rig, block: str) -> None:
     """A correction in history, to whatever turn."""
+    client = rp_some(rp_rig, len(block))
     block = block.replace("{", "{{").replace("}", "}}").replace("{{}}", "{}")
     before = client.send([("user", block.format("admin") + "one")], "A")
     turns: list[RpTurn] = [("user", "one"), ("assistant", "A")]
@@ -4032,13 +4034,13 @@ def test_replay_another_value_is_sent_as_the_client_has_it(client: RpClient, blo
     assert fresh.send(turns[:3]) == fresh.came(turns[:3])
 
 
-def test_replay_plain_words_are_never_restored(client: RpClient) -> None:
+def test_replay_plain_words_are_never_restored(rp_rig: Rig) -> None:
     """Only whole blocks that a program wrote are."""
-    for dressed in (
+    for number, dressed in enumerate((
         "By the way, one", "one, please", "> quoted\none", "one\n```\ncode\n```",
         "<system-reminder>x</system-reminder> keep it\none", "Note: one", f"one {rp_reminder('x')}",
-    ):  # fmt: skip
-        client = RpClient(client.rig, client.dialect)
+    )):  # fmt: skip
+        client = rp_some(rp_rig, number)
         client.send([("user", dressed)], "A")
         turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
         assert client.send(turns) == client.came(turns), dressed
