@@ -1555,6 +1555,10 @@ class Unit:
     def speaks(self) -> bool:
         return any(one.speaks for one in self.said)
 
+    def has_results(self) -> bool:
+        """Whether it answers calls of tools."""
+        return self.role != "assistant" and bool(self.calls)
+
     def by_user(self) -> bool:
         """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
         item = self.turns[0].item if self.turns else None
@@ -1842,7 +1846,7 @@ class Replay:
             place = hash((place, unit.words))
             places.append(place)
         match = self.find(units, places)
-        while 0 < match.depth < len(units) and units[match.depth].role == "tool":
+        while 0 < match.depth < len(units) and units[match.depth].has_results():
             match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
         kept: list[int] = []
         if match.record is not None:
