@@ -963,7 +963,8 @@ class Scrubber:
         check_limit("tools", len(listed(view.body.get("tools"))))
         seen_system = False
         for at, turn in enumerate(view.all(), -len(view.head)):
-            check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
+            if turn.said is None:  # else it was checked in an earlier request
+                check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
             if turn.role not in ("system", "user"):
                 continue
             counts = turn.counts

@@ -4581,6 +4581,23 @@ def test_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
         assert chat.report().tools_restored == 0
 
 
+HOSTILE = ("a", "1", " ", "\n", "-", "{", "[", '"', "\\", "a ", "/a", "1:", "a.", "x1-", "<a", "`",
+           "System: [2026-01-01 a\n", "[Wed 2026-01-01 ", "a: 1\n", ";a=", "data: {", "\r\n")  # fmt: skip
+
+
+def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
+    """Each compiled pattern, matched at one place of texts that repeat a piece: twice the size
+    takes at most three times the time. Searches have tables of their own."""
+    for name, pattern in sorted(vars(kvproxy).items()):
+        for piece in HOSTILE if isinstance(pattern, re.Pattern) else ():
+            times = []
+            for size in (20_000, 40_000):
+                text: Any = piece * (size // len(piece))
+                text = text.encode() if isinstance(pattern.pattern, bytes) else text
+                times.append(min(timed(pattern.match, text) for _ in range(2)))
+            assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
+
+
 def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
     """Where json itself goes further, the body is forwarded as it came or as it was meant."""
     for depth in (500, 5000):
