@@ -3455,16 +3455,12 @@ DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
 TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
 # RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
-HOP_BY_HOP = frozenset(
-    (
-        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
-    )
-)
-WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
-CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
+WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+TOKEN_START = re.compile(TOKEN)
 REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
 STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
@@ -3473,10 +3469,9 @@ TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
 KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
-TOKEN_BYTES = re.compile(TOKEN)
 
 Headers = list[tuple[bytes, bytes]]
-Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
+Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
 class BadMessage(http.client.HTTPException):
@@ -3485,10 +3480,6 @@ class BadMessage(http.client.HTTPException):
 
 class TooLong(BadMessage):
     """A head or a line that is longer than its limit."""
-
-
-class BodyTooLong(Exception):
-    """A body that is longer than its limit."""
 
 
 class Refused(Exception):
@@ -3511,44 +3502,30 @@ class Answered(Exception):
     """The server answers before it has read the whole request."""
 
 
-# --- waiting for sockets --------------------------------------------------------------------------
+# --- sockets --------------------------------------------------------------------------------------
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
-class SelectPoll:
-    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
-    itself takes no descriptor above 1023 elsewhere."""
+def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+    """Wait for sockets: the events that are wanted of descriptors, to those that came.
 
-    def __init__(self) -> None:
-        self.wanted: dict[int, int] = {}
-
-    def register(self, sock: socket.socket, events: int) -> None:
-        self.wanted[sock.fileno()] = events
-
-    modify = register
-
-    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
-        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
-        if not reads and not writes:  # Windows does not take three empty lists
-            time.sleep(milliseconds / 1000)
-        else:
-            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        ready = {*reads, *writes}
-        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
-
-
-Poll: Any = getattr(select, "poll", SelectPoll)
-
-
-def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
-    """Wait for a socket; the events that came, 0 when none did."""
-    poller = Poll()
-    poller.register(sock, events)
-    found = poller.poll(1000 * max(0.0, seconds))
-    return found[0][1] if found else 0
+    `selectors` has no POLLRDHUP."""
+    seconds = max(0.0, seconds)
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        for descriptor, events in wanted.items():
+            poller.register(descriptor, events)
+        return dict(poller.poll(1000 * seconds))
+    # Windows. Elsewhere select() takes no descriptor above 1023.
+    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
+    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
+    if not reads and not writes:  # it does not take three empty lists
+        time.sleep(seconds)
+        return {}
+    reads, writes, _ = select.select(reads, writes, [], seconds)
+    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -3557,12 +3534,11 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file that calls `wait(events)` where it would block.
+    """A connected socket as a file that calls `wait(events)` where it would block, so that the
+    relay can wait for both of its sockets at once.
 
-    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
-    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
-    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
-    that a broken connection raises."""
+    It stands in for the socket in http.server (makefile) and in http.client (makefile, sendall,
+    close). `gone` is the exception that a broken connection raises."""
 
     def __init__(
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
@@ -3570,15 +3546,13 @@ class Stream(io.RawIOBase):
         self.sock, self.wait, self.gone = sock, wait, gone
         self.received = 0  # bytes; whoever cares sets it to 0
         self.ahead = bytearray()  # bytes read before anyone asked for them
-        self.tls = hasattr(sock, "pending")
         self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
     def readable(self) -> bool:
         return True
 
-    def writable(self) -> bool:
-        return True
+    writable = readable
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -3589,18 +3563,19 @@ class Stream(io.RawIOBase):
             buffer[:size] = self.ahead[:size]
             del self.ahead[:size]
             return size
-        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
-            self.wait(READ)
         while True:
+            if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+                self.wait(READ)
             try:
                 size = self.sock.recv_into(buffer)
             except AGAIN:
-                self.wait(READ)
+                self.drained = True
             except OSError as error:
                 raise self.gone(str(error)) from None
             else:
                 self.received += size
-                self.drained = size < len(buffer) and not self.tls
+                # With TLS the socket may hold bytes that the system knows nothing of.
+                self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
                 return size
 
     def write(self, data: Any) -> int:
@@ -3664,63 +3639,64 @@ class Fields(http.client.HTTPMessage):
         """The members of a header that is a list, over all of its lines, in lower case."""
         return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
 
+    def end_to_end(self, *drop: str) -> Iterator[tuple[str, str]]:
+        """The headers that a proxy passes on, without `drop`.
+
+        Connection may list more, but not Content-Length: without it the body would be taken for
+        the next message."""
+        listed = set(self.members("connection")) - {"content-length"}
+        dropped = HOP_BY_HOP.union(drop, listed)
+        return (item for item in self.raw_items() if item[0].lower() not in dropped)
+
+    def body_length(self) -> int | None:
+        """Content-Length, None when there is none. Raises BadMessage unless all values are equal
+        plain numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the
+        first."""
+        values = self.all("content-length")
+        if not values:
+            return None
+        if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
+            raise BadMessage("bad Content-Length")
+        return int(values[0])
+
 
 def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
+    """Header lines (RFC 9112 section 5) up to the blank line.
 
     http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
     line without a colon, keeps folded lines, and takes more than twice as long."""
     headers, count = Fields(), 0
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
+        count += 1
+        if count > HEADER_LIMIT:
+            raise TooLong("too many header lines")
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
             raise BadMessage("bad header line")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-        count += 1
-        if count > HEADER_LIMIT:
-            raise TooLong("too many header lines")
     return headers
-
-
-def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The headers that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next
-    message."""
-    drop |= set(headers.members("connection")) - {"content-length"}
-    return (item for item in headers.raw_items() if item[0].lower() not in drop)
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
-    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
-    values = headers.all("content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadMessage("bad Content-Length")
-    return int(values[0])
 
 
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
     """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
 
-    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
-    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    Raises BadMessage, Refused and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
+    look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    total = 0
     while True:
         line = file.readline(CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
+        if not found and line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
+            raise EOFError("the connection ended before a chunk")
         if not found:
-            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
-                raise EOFError("the connection ended before a chunk")
             raise BadMessage("bad chunk size")
         size = int(found[1], 16)
         if not size:
             break
-        limit -= size
-        if limit < 0:
-            raise BodyTooLong
+        total += size
+        if total > limit:
+            raise Refused(413, TOO_LONG % limit)
         left, end = size + 2, b""  # a line end follows the payload
         while left:
             data = file.read1(min(left, PIECE_BYTES))
@@ -3731,7 +3707,7 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
             end = (end + data[-2:])[-2:]
             if not left and end != b"\r\n":
                 raise BadMessage("a chunk is longer than its size")
-            yield line + data, payload, False
+            yield line + data, payload
             line = b""
     trailer, room = b"", HEAD_LIMIT
     while trailer != b"\r\n":
@@ -3740,7 +3716,7 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
             raise BadMessage("bad trailer")
         line += trailer
         room -= len(trailer)
-    yield line, b"", True
+    yield line, b""
 
 
 @dataclasses.dataclass
@@ -3754,20 +3730,12 @@ class Request:
     length: int | None = None  # Content-Length
     chunked: bool = False
 
-    @property
-    def target(self) -> bytes:
-        return self.path.encode("latin-1")
-
     def get(self, name: str) -> str:
         """A header's value, the first one if there are several, or ''."""
         return next(iter(self.headers.all(name.lower())), "")
 
 
-def from_other_site(request: Request) -> bool:
-    """Whether a browser says that a page of another site sends this."""
-    scheme, _, place = request.get("origin").lower().partition("://")
-    foreign = scheme in ("http", "https") and place != request.get("host").lower()
-    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
+# --- the model server's side ----------------------------------------------------------------------
 
 
 class Response(http.client.HTTPResponse):
@@ -3779,76 +3747,71 @@ class Response(http.client.HTTPResponse):
     length: int | None
 
     def begin(self) -> None:
-        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
+        `chunked`, or has a `length`; with None it ends when the connection does.
 
-        The library takes 103 for the answer, and has no strict parser."""
+        The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
         for _ in range(INTERIM_LIMIT):
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
                 raise BadMessage("bad status line")
-            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
-            self.status = self.code = int(match[2])
-            if self.status == 101:
-                raise BadMessage("it switches to another protocol unasked")
-            if self.status >= 200:
+            headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
+            version, status, reason = match.groups()
+            self.status = int(status)
+            if self.status >= 200 or self.status == 101:
                 break
-        else:
-            raise BadMessage("interim answers without end")
-        self.version = 10 + int(match[1])
-        self.reason = (match[3] or b"").decode("latin-1")
-        self.set_framing()
-
-    def set_framing(self) -> None:
-        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
-        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        if self.status < 200:
+            raise BadMessage("it switches to another protocol, or has no final answer")
+        self.reason = (reason or b"").decode("latin-1")
+        coding = ",".join(headers.all("transfer-encoding")).strip().lower()
         self.chunked = False
-        self.length = None if coding else body_length(self.headers)
+        self.length = None if coding else headers.body_length()
         if self._method == "HEAD" or self.status in (204, 304):
             self.length = 0
-        elif coding:
-            if coding != "chunked":
-                raise BadMessage("unknown Transfer-Encoding")
-            self.chunked = True
-        ended_by_close = not self.chunked and self.length is None
-        closes = "close" in self.headers.members("connection")
-        self.closing = self.version == 10 or closes or ended_by_close
+        elif coding not in ("", "chunked"):
+            raise BadMessage("unknown Transfer-Encoding")
+        else:
+            self.chunked = bool(coding)
         # llama-server says keep-alive and closes the connection after a streamed answer.
-        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
-        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        streamed = "".join(headers.all("content-type")).startswith("text/event-stream")
+        self.closing = (
+            version == b"0"
+            or "close" in headers.members("connection")
+            or (self.length is None and not self.chunked)
+            or (streamed and headers.all("server") == ["llama.cpp"])
+        )
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Part]:
-        """The body as it comes; where only closing tells its end, coded in chunks."""
-        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
+        """The body as it comes; coded in chunks where only closing tells its end.
 
-    def plain_pieces(self) -> Iterator[Part]:
-        """Raises EOFError when the body is cut: the library's read1() hides that."""
-        if self.length is None:
-            while data := self.fp.read1(PIECE_BYTES):
-                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
-            yield b"0\r\n\r\n", b"", True
-        elif not self.length:
-            yield b"", b"", True
-        else:
-            while self.length:
-                data = self.fp.read1(min(self.length, PIECE_BYTES))
+        Raises EOFError when it is cut: the library's read1() hides that."""
+        if self.chunked:
+            yield from read_chunks(self.fp)
+            return
+        while self.length != 0:
+            data = self.fp.read1(min(self.length or PIECE_BYTES, PIECE_BYTES))
+            if self.length is None:
+                yield b"%x\r\n%s\r\n" % (len(data), data), data  # the last chunk is empty
                 if not data:
-                    raise EOFError("the connection ended before the body did")
+                    return
+            elif not data:
+                raise EOFError("the connection ended before the body did")
+            else:
                 self.length -= len(data)
-                yield data, data, not self.length
+                yield data, data
 
     def release(self) -> bool:
         """Let go of the connection, at the end of the body; False if it cannot be used again: there
         are bytes that nobody asked for, or its end."""
         reader, self.fp = self.fp, None
-        try:
-            reader.peek(1)
-        except BlockingIOError:
-            reader.detach()  # else it would close the connection
-            return True
-        except ConnectionError:
-            pass
+        with contextlib.suppress(ConnectionError):
+            try:
+                reader.peek(1)
+            except BlockingIOError:
+                reader.detach()  # else it would close the connection
+                return True
         return False
 
 
@@ -3858,6 +3821,7 @@ class Upstream(http.client.HTTPConnection):
     response_class = Response
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
+    _buffer: list[bytes]
 
     def __init__(
         self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
@@ -3866,7 +3830,6 @@ class Upstream(http.client.HTTPConnection):
         self.url, self.tls = url, tls
         self.expires = 0.0  # on the monotonic clock; 0: not used yet
         self.unfinished = False  # a request was not sent whole
-        self.small_body: bytes | bytearray = b""  # goes with its head
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class, but not to block later."""
@@ -3879,17 +3842,15 @@ class Upstream(http.client.HTTPConnection):
         """The library's targets are ASCII only; here the client's bytes pass as they are."""
         return request.encode("latin-1")
 
-    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
-        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
-        with it, in one packet."""
-        if message_body and len(message_body) <= PIECE_BYTES:
-            self.small_body, message_body = message_body, None
-        super().endheaders(message_body, encode_chunked=encode_chunked)
-
-    def send(self, data: Any) -> None:
-        if self.small_body:
-            data, self.small_body = data + self.small_body, b""
-        super().send(data)
+    def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
+        """The library sends head and body apart, and the server wakes up twice. Here a small body
+        goes with its head, in one packet."""
+        head, body = b"\r\n".join([*self._buffer, b"", b""]), message_body or b""
+        self._buffer.clear()
+        if len(body) <= PIECE_BYTES:
+            head, body = head + body, b""
+        self.send(head)
+        self.send(body)
 
     def answered(self) -> bool:
         """Read ahead while the request is still being sent: whether the final answer has begun, or
@@ -3911,18 +3872,17 @@ class Upstream(http.client.HTTPConnection):
 class Pool:
     """Idle connections to the backend, the newest used first."""
 
+    SIZE = 256
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Upstream] = []
 
     def take(self) -> Upstream | None:
         """The newest; the caller must see whether the server has closed it."""
+        self.close(time.monotonic())
         with self.lock:
-            upstream = self.idle.pop() if self.idle else None
-        if upstream is None or time.monotonic() < upstream.expires:
-            return upstream
-        upstream.close()
-        return None
+            return self.idle.pop() if self.idle else None
 
     def give(self, upstream: Upstream, response: Response) -> None:
         """Keep a connection whose answer was read to its end, as long as the server says
@@ -3931,15 +3891,13 @@ class Pool:
         if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
             seconds = min(seconds, int(told[1]) - 1.0)
         upstream.sock.wait = never_wait
-        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
+        full = len(self.idle) >= self.SIZE or seconds <= 0
+        if full or response.closing or upstream.unfinished or not response.release():
             upstream.close()
             return
         upstream.expires = time.monotonic() + seconds
         with self.lock:
             self.idle.append(upstream)
-            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
-        if oldest is not None:
-            oldest.close()
 
     def close(self, until: float = float("inf")) -> None:
         """Close the connections that may not be used after that time; without one, all."""
@@ -3969,13 +3927,14 @@ class Tap:
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
+# --- the client's side ----------------------------------------------------------------------------
+
 TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API, so that SDKs raise what their users
-    know."""
+    """An error object in the style of the dialect's API: SDKs raise what their users know."""
     dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
@@ -4001,15 +3960,11 @@ class Relay(BaseHTTPRequestHandler):
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
         self.exchange: Any = None  # an Exchange, likewise
-        self.poller = Poll()  # of both sockets
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
         self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.limit = self.proxy.config.max_body_mb << 20
         self.until = 0.0  # on the monotonic clock: the client has to send by then
-        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.held = 0  # bytes of its body
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -4018,30 +3973,33 @@ class Relay(BaseHTTPRequestHandler):
         In the library each read has a time-out of its own, so that a head may take for ever; only
         methods with a do_ function exist, and errors are HTML pages."""
         self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.close_connection, status, fault = True, 0, ""
+        self.watched = READ | HUNG_UP  # events of the client, while the server is waited for
+        self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            if self.proxy.stopping or not self.read_head():
-                self.close_connection = True
-                return
-            self.server.busy.add(self.socket)
-            self.serve(self.head)
+            if not self.proxy.stopping and self.read_head():
+                self.server.busy.add(self.socket)
+                self.serve(self.head)
         except Refused as refused:
             self.close_connection = self.linger = True
+            status, fault = refused.status, str(refused)
+            self.proxy.log.info("refused | status=%d | %s", status, fault)
             with contextlib.suppress(ClientGone):
-                self.send_error(refused.status, str(refused))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+                self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning(
-                "%s %s | answer cut: %s", self.command, printable(self.path), cut
-            )
+            self.close_connection, fault = True, f"cut: {cut}"
         except (ClientGone, OSError, EOFError):
-            self.close_connection = True
+            self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
-            self.server.busy.discard(self.socket)
             self.server.hold(-self.held)
-            self.held = 0
+            exchange, self.exchange, self.upstream = self.exchange, None, None
+            if exchange is not None:
+                exchange.status, exchange.fault = status or exchange.status, fault
+                self.proxy.busy(-1)
+                self.proxy.finished(exchange)
+            self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
         """Close. Unread bytes of the client would turn that into a reset, and its answer would be
@@ -4054,7 +4012,7 @@ class Relay(BaseHTTPRequestHandler):
             self.flush()
             self.socket.shutdown(socket.SHUT_WR)
             end = time.monotonic() + LINGER_SECONDS
-            self.until, self.in_body = end if self.linger else 0.0, False
+            self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
         self.request.wait = never_wait  # it refers to this handler, which refers to it
@@ -4072,104 +4030,79 @@ class Relay(BaseHTTPRequestHandler):
     def wait_for_client(self, events: int) -> None:
         """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
         when it does not read, Answered when the server's answer comes before the whole request."""
+        client = self.socket.fileno()
         if events == WRITE:
-            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+            if not poll({client: WRITE}, SEND_SECONDS):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
-        left = self.until - time.monotonic()
-        if self.in_body:
-            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
-            left = min(BODY_SECONDS, left + more)
-        if self.upstream is None:
-            if not poll_one(self.socket, READ, left):
-                raise TimeoutError
-            return
-        self.watch(READ | HUNG_UP)
-        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        wanted = {client: READ}
+        if self.upstream is not None:
+            wanted[self.upstream.sock.fileno()] = READ
+        found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
-        if self.socket.fileno() not in found and self.upstream.answered():
+        if client not in found and self.upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
         """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
         Answered when the server answers what it has not read yet."""
-        if self._headers_buffer:
-            self.flush_headers()
-        self.wfile.flush()
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ | WRITE)
+        self.flush()
         happened, seconds = 0, self.proxy.config.read_timeout
         if not self.exchange.explained:
-            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            happened = self.watch(events, min(QUIET_SECONDS, seconds))
             if not happened:
                 self.proxy.explain(self.exchange)
-                self.exchange.explained = True
-        happened = happened or self.server_events(seconds)
+        happened = happened or self.watch(events, seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ)
-            if happened & ~WRITE and self.upstream.answered():
-                raise Answered
+        if events == WRITE and happened & ~WRITE and self.upstream.answered():
+            raise Answered
 
-    def server_events(self, seconds: float) -> int:
-        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
-        while found := self.poller.poll(1000 * seconds):
-            if found == self.readable:  # as a rule
-                return READ
-            events = dict(found)
-            happened: int = events.pop(self.readable[0][0], 0)
-            for hint in events.values():
-                self.check_client(hint)
-            if happened:
-                return happened
-        return 0
-
-    def watch_client(self, seconds: float = 0.0) -> None:
-        """Wait so long; raises ClientGone as soon as the client hangs up."""
-        until = time.monotonic() + seconds
-        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
-            self.check_client(events)
-
-    def watch(self, events: int) -> None:
-        """Which events of the client are looked for while the server is waited for."""
-        self.watched = events
-        self.poller.modify(self.socket, events)
-
-    def check_client(self, events: int) -> None:
-        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
-        as it does for llama-server itself."""
-        if events & ~READ:
-            raise ClientGone
-        if not events:
-            return
-        try:
-            if not self.socket.recv(1, socket.MSG_PEEK):
+    def watch(self, events: int, seconds: float) -> int:
+        """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
+        Raises ClientGone as soon as the client hangs up. A half-closed one counts as gone, as it
+        does for llama-server itself."""
+        client, until = self.socket.fileno(), time.monotonic() + seconds
+        while True:
+            wanted = {client: self.watched}
+            if self.upstream is not None:
+                wanted[self.upstream.sock.fileno()] = events | READ
+            found = poll(wanted, until - time.monotonic())
+            hint = found.pop(client, 0)
+            if hint & ~READ:
                 raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+            if hint:  # pipelined bytes, or its end
+                try:
+                    if not self.socket.recv(1, socket.MSG_PEEK):
+                        raise ClientGone
+                    self.watched = HUNG_UP  # else poll() would tell of these bytes again and again
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise ClientGone from None
+            for happened in found.values():
+                return happened
+            if not hint:
+                return 0
 
     # --- reading a request ------------------------------------------------------------------------
 
     def read_head(self) -> bool:
         """Wait for a request and read its head; False when no more come."""
-        self.until, self.in_body = time.monotonic() + self.patience, False
+        self.until = time.monotonic() + self.patience
         try:
-            start = self.rfile.peek(1)[:1]
-            blank = 0
-            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
-                blank += len(self.rfile.read(1))
+            for _ in range(64):  # blank lines (RFC 9112 section 2.2)
                 start = self.rfile.peek(1)[:1]
+                if start not in (b"\r", b"\n"):
+                    break
+                self.rfile.read(1)
         except TimeoutError:
             return False
         if not start:
             return False
-        if not TOKEN_BYTES.match(start):
+        if not TOKEN_START.match(start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
         self.until = time.monotonic() + self.proxy.config.header_timeout
         self.patience = KEEP_SECONDS
@@ -4199,65 +4132,74 @@ class Relay(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
-            length = body_length(headers)
+            length = headers.body_length()
         except BadMessage as error:
             status = 431 if isinstance(error, TooLong) else 400
             raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        coding = headers.all("transfer-encoding")
+        coding = [value.lower() for value in headers.all("transfer-encoding")]
         if coding and (length is not None or old):
             raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-        if coding and [value.lower() for value in coding] != ["chunked"]:
+        if coding not in ([], ["chunked"]):
             raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-        hosts = len(headers.all("host"))
-        if hosts > 1 or (not hosts and not old):
-            raise Refused(400, "A request needs one Host header.")
-        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
-            if len(headers.all(name.lower())) > 1:
+        if not headers.all("host") and not old:
+            raise Refused(400, "A request needs a Host header.")
+        for name in ("host", "origin", "sec-fetch-site"):  # which of two is true cannot be told
+            if len(headers.all(name)) > 1:
                 raise Refused(400, f"A request can have one {name} header only.")
-        self.path = self.origin_form(self.path)
+        if self.command == "CONNECT":
+            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
+        if absolute := re.match("(?i)https?://[^/?#]*", self.path):
+            self.path = "/" + self.path[absolute.end() :].removeprefix("/")
+        if self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*"):
+            raise Refused(400, "The request's target must be a path.")
         self.close_connection = old or "close" in headers.members("connection")
         self.head = Request(self.command, self.path, headers, old, length, bool(coding))
         return True
 
-    def origin_form(self, target: str) -> str:
-        """The path of a request's target. Raises Refused for one that a server has no answer to."""
-        if self.command == "CONNECT":
-            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
-        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
-            target = target[absolute.end() :]
-            target = target if target[:1] == "/" else "/" + target
-        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
-            raise Refused(400, "The request's target must be a path.")
-        return target
+    def check(self, request: Request) -> None:
+        """Refuse a body that is too long, and what pages of other sites send, as far as browsers do
+        not keep it back themselves."""
+        if (request.length or 0) > self.limit:
+            raise Refused(413, TOO_LONG % self.limit)
+        host = request.get("host")
+        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
+            text = f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is"
+            raise Refused(403, f"{text} yours.")
+        scheme, _, place = request.get("origin").lower().partition("://")
+        foreign = scheme in ("http", "https") and place != host.lower()
+        foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if foreign and request.method == "POST" and kind != "application/json":
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def expect(self, request: Request) -> None:
         """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
         nothing speaks against it. The library does it as soon as it has the head."""
-        if request.get("expect").lower() != "100-continue" or request.old:
-            return
-        self.until = 0.0
-        try:
-            self.rfile.peek(1)  # the body may be here already
-        except TimeoutError:
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # the body may be here already
+            except TimeoutError:
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes."""
-        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        self.request.received, self.in_body = 0, True
+        """A request's body as it comes. Each MB gives it BODY_SECONDS, none of them to wait for one
+        byte, and the time that whoever takes the body needs is not counted."""
         self.expect(request)
-        self.until = time.monotonic() + BODY_SECONDS
+        pieces = read_chunks(self.rfile, self.limit) if request.chunked else self.plain(request)
+        size, end = 0, time.monotonic() + BODY_SECONDS
+        self.until = end
         try:
-            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                yield payload
-            while left:
-                data = self.rfile.read1(min(left, 1 << 18))
-                if not data:
-                    raise EOFError
-                left -= len(data)
+            for _, data in pieces:
+                size += len(data)
+                asked = time.monotonic()
                 yield data
-        except BodyTooLong:
-            raise Refused(413, TOO_LONG % limit) from None
+                now = time.monotonic()
+                end += now - asked
+                more = BODY_SECONDS * max(0.0, size / (1 << 20) - 1)
+                self.until = min(now + BODY_SECONDS, end + more)
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
@@ -4265,6 +4207,15 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(408, text) from None
         except EOFError:
             raise ClientGone from None
+
+    def plain(self, request: Request) -> Iterator[Part]:
+        left = request.length or 0
+        while left:
+            data = self.rfile.read1(min(left, 1 << 18))
+            if not data:
+                raise EOFError
+            left -= len(data)
+            yield data, data
 
     def read_body(self, request: Request) -> bytearray:
         """The whole body; its bytes are counted until the request has ended."""
@@ -4280,65 +4231,24 @@ class Relay(BaseHTTPRequestHandler):
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_origin(request)
+        self.check(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
-            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
-        try:
-            self.check_length(request.length or 0)
-            if exchange.dialect is not None and request.method == "POST":
-                exchange.received = self.read_body(request)
-                if not request.get("content-encoding"):
-                    self.proxy.prepare(exchange)
-                else:
-                    exchange.report.note = "compressed"
-                    exchange.forwarded = exchange.received
-            elif request.chunked:
-                exchange.received = exchange.forwarded = self.read_body(request)
-            self.proxy.warmup.hold(exchange, self.watch_client)
-            self.forward(exchange)
-        except Refused as refused:
-            exchange.status, exchange.fault = refused.status, str(refused)
-            raise
-        except BrokenOff as cut:
-            exchange.fault = f"cut: {cut}"
-            raise
-        except (ClientGone, OSError):
-            exchange.fault = "client left"
-            raise
-        finally:
-            self.upstream = self.exchange = None
-            self.proxy.busy(-1)
-            self.proxy.finished(exchange)
-
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, TOO_LONG % limit)
-
-    def check_origin(self, request: Request) -> None:
-        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
-        host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            text = (
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
-            )
-            raise Refused(403, text)
-        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
-        kind = request.get("content-type").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json" and from_other_site(request):
-            raise Refused(403, "A web page of another site may only send application/json here.")
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The library's errors are HTML pages; these are what clients of the API understand."""
-        self.respond(code, error_body(self.path, code, message or ""))
+        if exchange.dialect is not None and request.method == "POST":
+            exchange.received = exchange.forwarded = self.read_body(request)
+            if not request.get("content-encoding"):
+                self.proxy.prepare(exchange)
+            else:
+                exchange.report.note = "compressed"
+        elif request.chunked:
+            exchange.received = exchange.forwarded = self.read_body(request)
+        self.proxy.warmup.hold(exchange, self.watch)
+        self.forward(exchange)
 
     def respond(
         self,
@@ -4350,15 +4260,14 @@ class Relay(BaseHTTPRequestHandler):
         """An answer of the proxy's own. send_response() would add Server and Date."""
         self._headers_buffer = []  # of an answer that was begun, and gives way to this one
         self.send_response_only(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        for name, value in headers:
-            self.send_header(name.decode(), value.decode("latin-1"))
+        told = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        told.update((name.decode(), value.decode()) for name, value in headers)
         if status == 503:
-            self.send_header("Retry-After", "1")
+            told["Retry-After"] = "1"
         if self.close_connection:
-            self.send_header("Connection", "close")
+            told["Connection"] = "close"
+        for item in told.items():
+            self.send_header(*item)
         self.end_headers()
         self.flush_headers()
         if self.command != "HEAD":
@@ -4370,40 +4279,30 @@ class Relay(BaseHTTPRequestHandler):
         go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
         self._headers_buffer.append(b"\r\n")
 
-    def flush_headers(self) -> None:
-        if self._headers_buffer:
-            super().flush_headers()
-
-    # --- forwarding -------------------------------------------------------------------------------
-
     def forward(self, exchange: Exchange) -> None:
         """Send the request on and relay the answer. A request is repeated only when it went out on
         a connection used before and nothing came back: the server had closed it (RFC 9112 section
         9.3.1)."""
-        backend = self.proxy.backend
         # A body that is passed on as it comes cannot be sent twice.
-        upstream = (
-            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
-        )
-        if upstream is not None:
-            with contextlib.suppress(http.client.RemoteDisconnected):
-                return self.forward_over(exchange, upstream)
-        try:
-            self.forward_over(exchange, self.connect())
-        except http.client.RemoteDisconnected:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
+        passes = exchange.forwarded is None and exchange.request.length
+        upstream = None if passes else self.proxy.backend.pool.take()
+        if upstream is None or not self.forward_over(upstream, exchange):
+            self.forward_over(self.connect(), exchange)
 
-    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
-        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
+    def forward_over(self, upstream: Upstream, exchange: Exchange) -> bool:
+        """False if the server had closed the connection."""
+        self.upstream = upstream
         try:
-            response = self.ask(exchange, upstream)
-            self.relay(exchange, response)
+            response = self.ask(upstream, exchange)
+            if response is not None:
+                self.relay(response, exchange)
+                self.proxy.backend.pool.give(upstream, response)
+                return True
         except BaseException:
             upstream.close()
             raise
-        self.proxy.backend.pool.give(upstream, response)
+        upstream.close()
+        return False
 
     def connect(self) -> Upstream:
         """A new connection to the server. Raises Refused."""
@@ -4412,27 +4311,22 @@ class Relay(BaseHTTPRequestHandler):
             return backend.connect()
         except OSError as error:
             backend.lost()
-            status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(
-                status,
+            text = (
                 f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
-                f" and is BACKEND_URL right? {USUAL_PORTS}",
-            ) from None
+            )
+            status = 504 if isinstance(error, TimeoutError) else 502
+            raise Refused(status, f"{text} and is BACKEND_URL right? {USUAL_PORTS}") from None
 
-    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """Send a request and read the answer's head."""
-        stream = upstream.sock
+    def ask(self, upstream: Upstream, exchange: Exchange) -> Response | None:
+        """Send a request and read the answer's head; None if the connection was used before, and
+        has been closed."""
+        backend, stream = self.proxy.backend, upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
-        self.upstream, self.poller = upstream, Poll()
-        self.poller.register(stream, READ)
-        self.readable = [(stream.fileno(), READ)]
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
         try:
             # The client may have left by now, and what an idle connection has is its end.
-            if self.server_events(0) and upstream.expires:
-                raise ConnectionResetError
-            self.send_request(exchange, upstream)
+            if self.watch(READ, 0) and upstream.expires:
+                return None
+            self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
         except TimeoutError as late:
@@ -4440,85 +4334,72 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as bad:
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
-            if not stream.received:
-                raise http.client.RemoteDisconnected("") from None
-            text = "The model server closed the connection in the head of its answer."
-            raise Refused(502, text) from None  # not repeated: the server may have run it
+            if stream.received:  # not repeated: the server may have run it
+                fault = "in the head of its answer"
+            elif upstream.expires:
+                return None
+            else:
+                backend.lost()
+                fault = "without an answer"
+            text = f"The model server at {backend.name()} closed the connection {fault}; its log"
+            raise Refused(502, f"{text} may say why.") from None
 
-    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
+    def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
         """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
-        target = under(upstream.url, request.target).decode("latin-1")
+        passes = body is None and request.length  # as it comes
+        target = under(upstream.url, request.path)
         upstream.unfinished = True
         try:
             upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             upstream.putheader("Host", upstream.url.netloc)
-            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+            for name, value in request.headers.end_to_end(*WRITTEN_ANEW):
                 upstream.putheader(name, value)
             if exchange.trace.conversation:
                 upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
             if request.chunked or request.length is not None:
-                length = request.length or 0 if body is None else len(body)
+                length = request.length if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if body is None and request.length:
-                self.pass_body(request, upstream)
+            for data in self.body(request) if passes else ():
+                upstream.send(data)
             upstream.unfinished = False
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
-            if body is None and request.length:  # the rest must not become the next request
+            if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream) -> None:
-        """Send a body on as it comes. The time that the server takes is not the client's."""
-        for data in self.body(request):
-            begun = time.monotonic()
-            upstream.send(data)
-            self.until += time.monotonic() - begun
-        self.watch(READ | HUNG_UP)
-
-    # --- relaying ---------------------------------------------------------------------------------
-
-    def relay(self, exchange: Exchange, response: Response) -> None:
+    def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
         off."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        old = exchange.request.old
-        by_length = response.length is not None
+        old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
+        if response.headers.all("content-encoding"):
+            exchange.tap = None
         self.send_response_only(response.status, response.reason)
-        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
-        for name, value in end_to_end(response.headers, drop):
-            self.send_header(name, value)
+        for item in response.headers.end_to_end(*["content-length"] * response.chunked):
+            self.send_header(*item)
+        for item in self.proxy.diagnosis(exchange).items():
+            self.send_header(*item)
         if not by_length and not old:
             self.send_header("Transfer-Encoding", "chunked")
-        for line in self.proxy.diagnosis(exchange):
-            name, _, value = line.decode().partition(": ")
-            self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if response.headers.all("content-encoding"):
-            exchange.tap = None
         try:
-            self.pump(exchange, response)
+            for received, payload in response.pieces():
+                if exchange.tap is not None:
+                    exchange.tap.add(payload)
+                self.flush_headers()
+                self.wfile.write(payload if old else received)
+            self.flush()
         except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-
-    def pump(self, exchange: Exchange, response: Response) -> None:
-        """Send the client an answer's body, with its head in front."""
-        tap, old = exchange.tap, exchange.request.old
-        for received, payload, _ in response.pieces():
-            if tap is not None:
-                tap.add(payload)
-            if self._headers_buffer:
-                self.flush_headers()
-            self.wfile.write(payload if old else received)
-        self.flush()
 
 
 class Exchange:
@@ -4545,10 +4426,6 @@ class Exchange:
         self.stream = False
         self.tap = Tap() if dialect is not None else None
 
-    def key(self) -> str:
-        """The client's key, for questions about its own request."""
-        return self.request.get("authorization").removeprefix("Bearer ")
-
     def size(self) -> int:
         """Bytes of the bodies."""
         same = self.forwarded is self.received
@@ -4562,10 +4439,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
-OWNERS = {
-    "llamacpp": "llama-server",
-    "organization_owner": "LM Studio",
-}  # owned_by in /v1/models -> product
+# owned_by in /v1/models -> product
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}
+# status of /v1/models -> what that means
+STATES = {401: "it wants an API key", 403: "it wants another API key"}
+STATES[503] = "it is loading its model"
 
 
 class Backend:
@@ -4579,7 +4457,7 @@ class Backend:
         self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.looking = threading.Lock()
-        self.tls = None  # one for all connections; http.client would build one for each
+        self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
             self.tls.set_alpn_protocols(["http/1.1"])
@@ -4606,7 +4484,7 @@ class Backend:
         for url in map(urllib.parse.urlsplit, CANDIDATES):
             if url.port != self.config.listen_port:  # that is this proxy
                 _, answer = fetch(url, "/v1/models", 1.0)
-                if any(key in members(answer) for key in ("data", "models", "error")):
+                if members(answer).keys() & {"data", "models", "error"}:
                     return url
         self.next_look = time.monotonic() + 1
         return None
@@ -4617,10 +4495,9 @@ class Backend:
         Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
         only. With TLS the name stays: the certificate has it."""
         url = self.locate()
-        host = url.hostname or ""
+        host, faults = url.hostname or "", []
         several = host == "localhost" and url.scheme == "http"
         names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        faults = []
         for name in dict.fromkeys(names):
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
@@ -4643,46 +4520,35 @@ class Backend:
     def ask(
         self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
     ) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
-        cannot be reached."""
+        """What fetch() returns of a question to the server."""
         try:
-            return fetch(self.locate(), path, timeout, key or self.key, body)
+            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
         except OSError as error:
             return 0, str(error)
 
     def describe(self) -> Json:
         """Product, build, model, slots and context, as far as the server tells; {} when it does not
         answer."""
-        found: Json = {}
-        status, props = self.ask("/props")
-        if (
-            status == 200 and isinstance(props, dict) and "error" not in props
-        ):  # LM Studio says 200 to any path
-            context = members(props.get("default_generation_settings")).get("n_ctx")
-            found.update(
-                product="llama-server",
-                build=props.get("build_info"),
-                slots=props.get("total_slots"),
-            )
-            found.update(
-                context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1]
-            )
-        status, models = self.ask("/v1/models")
-        if status:
-            model = members(next(iter(listed(members(models).get("data"))), None))
-            owner = str(model.get("owned_by") or "")
-            found.setdefault(
-                "product",
-                OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"),
-            )
-            found["model"] = found.get("model") or model.get("id")
+        status, answer = self.ask("/props")
+        props = members(answer) if status == 200 else {}
+        if "error" in props:  # LM Studio says 200 to any path
+            props = {}
+        status, answer = self.ask("/v1/models")
+        if not props and not status:
+            return {}
+        model = members(next(iter(listed(members(answer).get("data"))), None))
+        owner = str(model.get("owned_by") or "")
+        other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        path = str(props.get("model_path") or "")
+        found = {
+            "product": "llama-server" if props else other,
+            "build": props.get("build_info"),
+            "slots": props.get("total_slots"),
+            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+        }
         if status not in (0, 200):
-            states = {
-                401: "it wants an API key",
-                403: "it wants another API key",
-                503: "it is loading its model",
-            }
-            found["state"] = states.get(status, f"it answers {status} to /v1/models")
+            found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
         return {key: value for key, value in found.items() if value not in (None, "")}
 
 
@@ -4693,29 +4559,16 @@ def members(value: Any) -> Json:
 
 def described(found: Json) -> str:
     """What describe() found, for people."""
-    return ", ".join(
-        f"{value}" if key in ("product", "state") else f"{key} {value}"
-        for key, value in found.items()
-    )
+    plain = ("product", "state")
+    return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-def http_connection(
-    url: urllib.parse.SplitResult, timeout: float, host: str = "", tls: Any = None
-) -> http.client.HTTPConnection:
-    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms
-    to build."""
-    host = host or url.hostname or ""
-    if url.scheme == "https":
-        return http.client.HTTPSConnection(host, url.port, timeout=timeout, context=tls)
-    return http.client.HTTPConnection(host, url.port, timeout=timeout)
-
-
-def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
+def under(url: urllib.parse.SplitResult, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
-    prefix = url.path.rstrip("/").encode()
-    if target == b"*" or not prefix:
+    prefix = url.path.rstrip("/")
+    if target == "*":
         return target
-    if prefix.endswith(b"/v1") and re.match(rb"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
         prefix = prefix[:-3]
     return prefix + target
 
@@ -4724,20 +4577,29 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def http_connection(url: urllib.parse.SplitResult, timeout: float) -> http.client.HTTPConnection:
+    """A connection of the library's own, for kvproxy's own questions."""
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=timeout)
+
+
 def fetch(
     url: urllib.parse.SplitResult,
     path: str,
     timeout: float,
-    key: str = "",
+    headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
+    opened: Callable[[socket.socket], None] | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
-    when it fails."""
+    """(status, parsed JSON or text) of one GET, or POST with a body, under a URL's path prefix;
+    (0, reason) when it fails. `opened` is called with the socket."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
-            connection.request(method, target, body, headers | bearer(key))
+            connection.connect()
+            if opened is not None:
+                opened(connection.sock)
+            sent = {"Content-Type": "application/json", **(headers or {})}
+            connection.request("GET" if body is None else "POST", under(url, path), body, sent)
             response = connection.getresponse()
             text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -4810,18 +4672,13 @@ class Server(ThreadingHTTPServer):
             self.open.add(request)
             with contextlib.suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body(
-            "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
-        )
-        head = (
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        )
+        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
+        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
         with contextlib.suppress(OSError):
-            request.settimeout(1)
+            request.settimeout(0.2)
             request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(0.2)
             request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
 
@@ -4855,6 +4712,10 @@ CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+REMOVED = (
+    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
+    " lifted={lifted} dropped={dropped}"
+)
 
 
 class Proxy:
@@ -4883,9 +4744,7 @@ class Proxy:
         self.running, self.last_end = 0, time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.allowed = {
-            name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
-        }
+        self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
     # --- life -------------------------------------------------------------------------------------
@@ -4896,18 +4755,15 @@ class Proxy:
         with self.life:
             if self.server is not None:
                 return self
-            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
-                try:
-                    part.open()
-                except OSError as error:
-                    path = getattr(self.config, name)
-                    raise cannot_write(name.upper(), path, error) from None
+            with stops_the_start("CAPTURE_FILE", self.config.capture_file):
+                self.capture.open()
+            with stops_the_start("WARMUP_FILE", self.config.warmup_file):
+                self.warmup.open()
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
-            self.thread = threading.Thread(
-                target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True
-            )
+            serve = self.server.serve_forever
+            self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
         return self
 
@@ -4920,9 +4776,7 @@ class Proxy:
             self.stopping = True
             self.warmup.stop()
             with contextlib.suppress(OSError):
-                server.socket.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes the thread that waits in it, on Linux
+                server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
             server.shutdown()
             server.server_close()
             until = time.monotonic() + grace
@@ -4968,23 +4822,27 @@ class Proxy:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
         raw = exchange.received
         assert raw is not None
-        exchange.forwarded = raw
+        exchange.forwarded, note = raw, ""
         try:
             self.edit(exchange, raw)
         except Unreadable as error:
-            exchange.report, exchange.view = Report(note=str(error)), None
+            note = str(error)
         except RecursionError:  # what was parsed may be too deep for what comes after it
-            exchange.report, exchange.view = Report(note="nested too deeply"), None
+            note = "nested too deeply"
         except Exception:
-            exchange.report, exchange.view = Report(note="internal error"), None
+            note = "internal error"
             self.log.exception("a body could not be edited and was forwarded as it came")
+        if note:
+            exchange.report, exchange.view = Report(note=note), None
 
     def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
         dialect, report = exchange.dialect, exchange.report
         assert dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        client, learn = self.client(exchange), not exchange.counting
+        # Nobody's text may reach anybody else's prompt.
+        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
+        client, learn = digest(exchange.address, *headers), not exchange.counting
         exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
@@ -4992,21 +4850,15 @@ class Proxy:
         if report.edits():
             exchange.forwarded = view.dump()
 
-    def client(self, exchange: Exchange) -> bytes:
-        """Whose request it is: a digest of the key that it carries and of where it comes from.
-        Nobody's text may reach anybody else's prompt."""
-        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
-        return digest(exchange.address, *headers)
-
     # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it: once, when the server is silent or has
         answered."""
-        view, received = exchange.view, exchange.received
-        if view is None or received is None or exchange.counting or exchange.explained:
-            return
+        view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
+        if view is None or received is None or exchange.counting or explained:
+            return
         agent = "x-claude-code-agent-id"
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
         try:
@@ -5023,20 +4875,16 @@ class Proxy:
         except Exception:
             self.log.exception("a request could not be explained")
 
-    def diagnosis(self, exchange: Exchange) -> list[bytes]:
-        """The response header lines for a request that has X-Cache-Diagnostic: true."""
+    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
+        """The response headers for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
-            return []
+            return {}
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
-        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
-        removed |= {"lifted": report.lifted, "dropped": report.dropped}
-        told = " ".join(f"{name}={count}" for name, count in removed.items())
-        fields: Json = {"Removed": told, "Replayed": report.replayed}
+        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
         if verdict is not None:
-            fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
-        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields.items()]
+            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
+        return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
     def busy(self, change: int) -> None:
         """Count a request in (1) or out (-1)."""
@@ -5050,7 +4898,7 @@ class Proxy:
         """Read an answer's numbers and record the request; if less was reused than should have
         been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
-        answered = exchange.status == 200
+        answered, case = exchange.status == 200, None
         try:
             if answered or (exchange.sent and not exchange.status):  # or the client left
                 self.explain(exchange)
@@ -5062,15 +4910,14 @@ class Proxy:
                 record.tap = None
             if exchange.status == 400 and CONTEXT_FULL.search(first):
                 self.replay.overflowed(exchange.trace)
-            if not answered:
-                exchange.verdict = exchange.case = None
+            if answered:
+                exchange.usage, case = usage_of(first, last), exchange.case
             else:
-                exchange.usage = usage_of(first, last)
+                exchange.verdict = exchange.case = None
             if exchange.verdict is not None:
                 self.warmup.remember(exchange)
             exchange.tap = exchange.view = None
             exchange.trace = Trace(exchange.trace.conversation)
-            case = exchange.case
             lost = case is not None and missing_tokens(case, exchange.usage)
             if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
@@ -5114,9 +4961,9 @@ class Proxy:
         before = kept.get(base.number) if base is not None and case.whole else None
         if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
             return
+        key = exchange.request.get("authorization").removeprefix("Bearer ")
         for one in (before, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         at = common_prefix(*prompts)
         if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
@@ -5185,25 +5032,25 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: the line, and a second one when a prompt was not reused for a
     reason."""
-    request, report, usage = exchange.request, exchange.report, exchange.usage
-    verdict, status = exchange.verdict, exchange.status
+    request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        counts = {name: count for name, count in vars(report).items() if name != "note"}
+        counts = dict(vars(exchange.report))
+        note = counts.pop("note")
         parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
         parts.append(f"stream={exchange.stream}")
         parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
             share = 100 * usage.cached / usage.prompt
             parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
-        elif status == 200 and not exchange.counting:
+        elif exchange.status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         parts.append(verdict.title() if verdict is not None else "")
-        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
-    if status != 200 or len(parts) == 1:
-        parts.append(f"status={status or '-'}")
+        parts.append(f"forwarded as it came: {note}" if note else "")
+    if exchange.status != 200 or len(parts) == 1:
+        parts.append(f"status={exchange.status or '-'}")
     lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
     if verdict is not None and verdict.line() and not verdict.side:
         lines.append("    " + verdict.line())
@@ -5219,10 +5066,8 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
         self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
         self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
-        self.bodies, self.kept = collections.deque(), 0  # bytes of them
         self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -5235,23 +5080,22 @@ class Metrics:
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
         verdict, report, counts = exchange.verdict, exchange.report, self.counts
+        prompt, cached = exchange.usage.prompt, exchange.usage.cached
         with self.guard:
             self.number += 1
             exchange.number = self.number
             counts["status", str(exchange.status)] += 1
-            if report.edits():
-                for name, number in vars(report).items():
-                    if number and name not in ("items", "items_modified", "note"):
-                        counts["kind", name] += number
+            for name, number in vars(report).items() if report.edits() else ():
+                if number and name not in ("items", "items_modified", "note"):
+                    counts["kind", name] += number
             if report.note:
                 counts["reason", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None and self.config.keep_requests:
+            if exchange.dialect is not None:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
             counts["verdict", verdict.name] += 1
-            prompt, cached = exchange.usage.prompt, exchange.usage.cached
             if prompt is None or cached is None:
                 return ""
             counts["state", "reused"] += cached
@@ -5303,26 +5147,23 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
-        self.bodies.append(exchange)
-        self.kept += exchange.size()
-        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
-            old = self.bodies.popleft()
-            self.kept -= old.size()
-            old.received = old.forwarded = None
+        room = self.KEEP_BYTES
+        for one in reversed(self.recent):
+            room -= one.size()
+            if room < 0:
+                one.received = one.forwarded = None
 
 
 # Names whose values are not written down, of headers, in addresses, and in bodies beside the
 # prompt.
 SECRET_NAME = re.compile(
-    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
-    r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
+    r"|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
 QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
 ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
-JSON_PAIR = re.compile(
-    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
-)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
@@ -5330,14 +5171,34 @@ PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "func
 def hidden(pair: re.Match[str]) -> str:
     """A name and its value, or *** for a secret's value."""
     secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
-    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
+    return f"{pair['name']}=***" if secret else pair[0]
+
+
+def without_secrets(address: str) -> str:
+    """A target or a header's value, without the secrets in its query and path parameters."""
+    path, mark, query = address.partition("?")
+    query = QUERY_PART.sub(hidden, query)
+    return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
+
+
+def without_secret_members(body: Json) -> Json:
+    """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+    waiting: list[Any] = [body]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        for name, member in value.items() if isinstance(value, dict) else ():
+            if SECRET_NAME.search(name[-64:]) and member is not None:
+                value[name] = "***"
+            elif name not in PROMPT_MEMBERS:
+                waiting.append(member)
+    return body
 
 
 class Capture:
     """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the
-    like.
-
-    A write that fails ends the capture, never the proxy."""
+    like. A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
@@ -5361,7 +5222,7 @@ class Capture:
         """Append a finished request. A file that would get too long makes room for a new one."""
         if not self.path or exchange.received is None:
             return
-        line = self.line(exchange, exchange.received)
+        line = json.dumps(self.row(exchange, exchange.received), separators=(",", ":")) + "\n"
         with self.guard:
             try:
                 if self.file is not None and self.size and self.size + len(line) > self.limit:
@@ -5382,48 +5243,24 @@ class Capture:
             if file is not None:
                 file.close()
 
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text, without the
-        secrets that can be told."""
-        request, headers = exchange.request, dict[str, str]()
+    def row(self, exchange: Exchange, received: bytes | bytearray) -> Json:
+        """A request without the secrets that can be told; of a body that is no JSON the size."""
+        request, headers, body = exchange.request, dict[str, str](), None
         for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
-        row: Json = {
+            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+        with contextlib.suppress(ValueError, RecursionError):
+            body = without_secret_members(parse(received))
+        return {
             "method": request.method,
-            "path": self.without_secrets(request.path),
+            "path": without_secrets(request.path),
             "time": exchange.time,
             "headers": headers,
             "status": exchange.status,
             "report": vars(exchange.report),
             "usage": vars(exchange.usage),
             "verdict": exchange.verdict.name if exchange.verdict else None,
+            **({"body": body} if body is not None else {"bytes": len(received)}),
         }
-        with contextlib.suppress(ValueError, RecursionError):
-            row["body"] = self.without_secret_members(parse(received))
-            return json.dumps(row, separators=(",", ":")) + "\n"
-        row.pop("body", None)
-        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
-        return json.dumps(row, separators=(",", ":")) + "\n"
-
-    def without_secrets(self, address: str) -> str:
-        """A target or a header's value, without the secrets in its query and path parameters."""
-        path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hidden, query)
-        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
-
-    def without_secret_members(self, body: Json) -> Json:
-        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
-        waiting: list[Any] = [body]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list):
-                waiting += value
-            for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_NAME.search(name[-64:]) and member is not None:
-                    value[name] = "***"
-                elif name not in PROMPT_MEMBERS:
-                    waiting.append(member)
-        return body
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5439,11 +5276,15 @@ def open_private(path: str, mode: str) -> Any:
     return file
 
 
-def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
-    """What stops the start when the file of a setting cannot be used."""
-    why = error.strerror or error
-    advice = "name a file in a folder that you may write to"
-    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+@contextlib.contextmanager
+def stops_the_start(setting: str, path: str) -> Iterator[None]:
+    """A file of a setting that cannot be used raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+        advice = "name a file in a folder that you may write to"
+        raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
@@ -5453,10 +5294,8 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
     def __init__(self, path: str) -> None:
         self.path, self.told = path, False
-        try:
+        with stops_the_start("LOG_FILE", path):
             super().__init__(os.path.expanduser(path))
-        except OSError as error:
-            raise cannot_write("LOG_FILE", path, error) from None
 
     def _open(self) -> Any:
         return open_private(self.baseFilename, "a")
@@ -5470,41 +5309,12 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
         if not isinstance(fault, OSError):
-            return super().handleError(record)
-        if not self.told:
+            super().handleError(record)
+        elif not self.told:
             self.told = True
             with contextlib.suppress(OSError):
-                print(
-                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
-                )
-
-
-class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Its last turn is a placeholder, and its answer is one token."""
-
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
-        self.sock: socket.socket | None = None
-        self.closed = False  # given up, or answered
-        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-
-    def close(self) -> None:
-        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
-        self.closed = True
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-
-    def begins(self, path: str, view: View) -> bool:
-        """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
-        with contextlib.suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
-        return False
+                told = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
+                print(told, file=sys.stderr)
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
@@ -5517,6 +5327,38 @@ def front_members(body: Json) -> Json:
     if front.get("tool_choice") not in (None, "auto", "none"):
         del front["tool_choice"]  # a forced call has no place in a request that is not answered
     return front
+
+
+class Prefill:
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
+    it. Its last turn is a placeholder, and its answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> None:
+        self.sock = sock
+        if self.closed:
+            raise ConnectionAbortedError("given up before there was a connection")
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        turns = self.body[view.dialect.turns][:-1] if path == self.path else []
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with contextlib.suppress(RecursionError):  # nested deeply
+            front = front_members(self.body)
+            return path == self.path and begun == turns and front_members(view.body) == front
+        return False
 
 
 class Warmup:
@@ -5569,19 +5411,31 @@ class Warmup:
 
     def open(self) -> None:
         """See whether the file can be written, and clear away what a crash left. Raises OSError."""
-        if not self.path:
-            return
-        if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError("it is no plain file")
-        with self.temporary():
-            pass
+        if self.path:
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
+                raise OSError("it is no plain file")
+            self.write(None)
+
+    def write(self, text: str | None) -> None:
+        """Write the file, whole or not at all; without a text only try to. Raises OSError."""
+        name = self.path + ".tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                file.write(text or "")
+            if text is not None:
+                os.replace(name, self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def load(self) -> None:
         """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
         new ones match."""
-        path, replay = self.path, self.proxy.replay
+        replay = self.proxy.replay
         try:
-            with open(path, encoding="ascii") as file:
+            with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
@@ -5594,7 +5448,7 @@ class Warmup:
         except FileNotFoundError:  # none yet, or none wanted
             pass
         except self.BAD_FILE as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
+            self.warn(f"cannot be read and starts anew: {error}")
         self.due = dict(self.heads)
 
     def keep(self, key: str, head: Json) -> None:
@@ -5626,46 +5480,26 @@ class Warmup:
             self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
             self.due.pop(ident, None)  # the client itself had it read
             if ident != newest and self.path:
-                self.save()
-
-    def save(self) -> None:
-        """Write the file, whole or not at all. Called with the guard held."""
-        try:
-            with self.temporary() as file:
-                file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-                file.close()
-                os.replace(file.name, self.path)
-        except OSError as error:
-            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
-
-    @contextlib.contextmanager
-    def temporary(self) -> Iterator[Any]:
-        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = self.path + ".tmp"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        try:
-            with open_private(name, "x") as file:
-                yield file
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+                try:
+                    self.write(json.dumps(self.heads))
+                except OSError as error:
+                    self.warn(f"cannot be written: {error}")
 
     def warn(self, text: str) -> None:
         """Warn about the file, but only once."""
         if not self.warned:
-            self.proxy.log.warning("%s", text)
+            self.proxy.log.warning("WARMUP_FILE=%r %s", self.path, text)
         self.warned = True
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+    def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a client's request is forwarded. One that begins with the prompt that the
         server is reading is held until that has been read: the server would notice a cancel late,
         and read it all again in another slot. Any other that needs the model ends the prefill,
         unless a client waits for it.
 
-        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        `watch(0, seconds)` waits so long, and raises ClientGone when the client hangs up."""
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
@@ -5676,7 +5510,7 @@ class Warmup:
             prefill.waiting.add(exchange)
             try:
                 while not prefill.closed and time.monotonic() < until:
-                    wait(self.HOLD_LOOK)
+                    watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
         if not prefill.waiting:
@@ -5701,7 +5535,7 @@ class Warmup:
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due, self.refused = dict(self.heads) if self.config.warmup_file else {}, None
+                self.due, self.refused = dict(self.heads) if self.path else {}, None
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
@@ -5733,21 +5567,10 @@ class Warmup:
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
         try:
-            url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            connection = http_connection(url, self.config.connect_timeout, tls=tls)
-            with contextlib.closing(connection):
-                connection.connect()
-                connection.sock.settimeout(self.config.read_timeout)
-                prefill.sock = connection.sock
-                if prefill.closed:  # given up before there was a connection
-                    return 0
-                target = under(url, prefill.path.encode()).decode()
-                headers = {"Content-Type": "application/json", **self.keys}
-                connection.request("POST", target, dump(prefill.body), headers)
-                response = connection.getresponse()
-                response.read()
-                return response.status
-        except (OSError, ValueError, http.client.HTTPException):
+            url, body = self.proxy.backend.locate(), dump(prefill.body)
+            seconds = self.config.read_timeout
+            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+        except OSError:
             return 0
         finally:
             self.prefill, prefill.closed = None, True
@@ -6213,7 +6036,7 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
     history: list[Json] = []
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
-    target = under(server, b"/v1/chat/completions").decode()
+    target = under(server, "/v1/chat/completions")
     headers = {"Content-Type": "application/json", **bearer(key)}
     for turn in range(1, args.turns + 1):
         ident = str(uuid.uuid4())

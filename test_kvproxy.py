@@ -1207,7 +1207,7 @@ def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> No
 )
 def test_scrub_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
     url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
-    assert kvproxy.under(url, target.encode()) == wanted.encode()
+    assert kvproxy.under(url, target) == wanted
 
 
 def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
@@ -8884,10 +8884,8 @@ def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
         and rows[0]["report"]["regex_removed"] == int(scrub_)
         and rows[0]["verdict"] == "cold"
     )
-    assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
-    assert [row["text"] for row in rows[2:5]] == [
-        body.decode() for body in odd[1:]
-    ]  # not what a parser makes of them
+    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
+        assert row["bytes"] == len(raw) and "body" not in row
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -9333,48 +9331,14 @@ def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None
     assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
 
 
-@pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
-def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
-    rig: Any, tmp_path: Path, end: str
-) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    raw = rb'{"apiKey" : "HU\"SH", "a": {"password":"HUSH"}, "x": "said \"token\": \"said\"", "x": 1, "token": '
-    raw += b"[" * 5000 + b"]" * 5000 + b"}" if end == "deep" else end.encode()
-    one.post(EX_CHAT_PATH, raw)
-    one.finished(1)
-    text = ex_rows(path)[0]["text"]
-    assert "SH" not in text and '"apiKey" : "***", "a": {"password":"***"}' in text
-    assert r"said \"token\": \"said\"" in text
-
-
-def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
-    """The pattern for bodies that are no JSON must not backtrack."""
-    capture = Proxy(Config()).capture
-    for piece in (
-        '"key":"',
-        '"key":"\\',
-        '"',
-        '\\"',
-        '"key"   ',
-        ":",
-        '"key" :"a\\"',
-        "a",
-        "?a",
-        "&",
-        ";a",
-        "=",
-        "&a;",
-    ):
-        for function in (
-            lambda text: kvproxy.JSON_PAIR.sub(kvproxy.hidden, text),
-            capture.without_secrets,
-        ):
-            times = []
-            for size in (60_000, 120_000):
-                text = piece * (size // len(piece))
-                times.append(min(timed(function, text) for _ in range(3)))
-            assert times[1] < 3 * times[0] + 0.01, piece
+def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
+    """The patterns for secrets in addresses must not backtrack."""
+    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
+        times = []
+        for size in (60_000, 120_000):
+            text = piece * (size // len(piece))
+            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
+        assert times[1] < 3 * times[0] + 0.01, piece
 
 
 def timed(function: Callable[..., Any], *args: Any) -> float:
@@ -10355,7 +10319,7 @@ def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param != "rdhup":
         monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
     if request.param == "select":
-        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
+        monkeypatch.delattr(select, "poll")
     return str(request.param)
 
 
