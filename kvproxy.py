@@ -3448,7 +3448,6 @@ PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
 KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
-REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
@@ -3462,13 +3461,12 @@ WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 TOKEN_START = re.compile(TOKEN)
 REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
+TRAILER_LINE = re.compile(rb"(?:%s:[\t\x20-\x7e\x80-\xff]*)?\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
-KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
 
 Headers = list[tuple[bytes, bytes]]
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
@@ -3511,20 +3509,18 @@ HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unr
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
     """Wait for sockets: the events that are wanted of descriptors, to those that came.
 
-    `selectors` has no POLLRDHUP."""
-    seconds = max(0.0, seconds)
+    `selectors` has no POLLRDHUP; elsewhere than on Windows select() takes none above 1023."""
     if hasattr(select, "poll"):
         poller = select.poll()
         for descriptor, events in wanted.items():
             poller.register(descriptor, events)
-        return dict(poller.poll(1000 * seconds))
-    # Windows. Elsewhere select() takes no descriptor above 1023.
+        return dict(poller.poll(1000 * max(0.0, seconds)))
     reads = [descriptor for descriptor, events in wanted.items() if events & READ]
     writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
-    if not reads and not writes:  # it does not take three empty lists
-        time.sleep(seconds)
+    if not reads and not writes:  # Windows does not take three empty lists
+        time.sleep(max(0.0, seconds))
         return {}
-    reads, writes, _ = select.select(reads, writes, [], seconds)
+    reads, writes, _ = select.select(reads, writes, [], max(0.0, seconds))
     return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
@@ -3544,7 +3540,7 @@ class Stream(io.RawIOBase):
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
     ) -> None:
         self.sock, self.wait, self.gone = sock, wait, gone
-        self.received = 0  # bytes; whoever cares sets it to 0
+        self.received = 0  # bytes
         self.ahead = bytearray()  # bytes read before anyone asked for them
         self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
@@ -3563,27 +3559,23 @@ class Stream(io.RawIOBase):
             buffer[:size] = self.ahead[:size]
             del self.ahead[:size]
             return size
-        while True:
-            if self.drained:  # asking it would cost a system call and perhaps a switch of threads
-                self.wait(READ)
-            try:
-                size = self.sock.recv_into(buffer)
-            except AGAIN:
-                self.drained = True
-            except OSError as error:
-                raise self.gone(str(error)) from None
-            else:
-                self.received += size
-                # With TLS the socket may hold bytes that the system knows nothing of.
-                self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
-                return size
+        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+            self.wait(READ)
+        size = self.attempt(self.sock.recv_into, buffer, READ)
+        self.received += size
+        # With TLS the socket may hold bytes that the system knows nothing of.
+        self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
+        return size
 
     def write(self, data: Any) -> int:
+        return self.attempt(self.sock.send, data, WRITE)
+
+    def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
             try:
-                return self.sock.send(data)
+                return call(data)
             except AGAIN:
-                self.wait(WRITE)
+                self.wait(events)
             except OSError as error:
                 raise self.gone(str(error)) from None
 
@@ -3685,38 +3677,43 @@ def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
     look at what ends a chunk, and takes the connection's end for the end of the trailers."""
     total = 0
     while True:
-        line = file.readline(CHUNK_LINE_LIMIT)
+        line = read_line(file, CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
-        if not found and line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
-            raise EOFError("the connection ended before a chunk")
         if not found:
             raise BadMessage("bad chunk size")
-        size = int(found[1], 16)
-        if not size:
+        left = int(found[1], 16)
+        if not left:
             break
-        total += size
+        total += left
         if total > limit:
             raise Refused(413, TOO_LONG % limit)
-        left, end = size + 2, b""  # a line end follows the payload
         while left:
             data = file.read1(min(left, PIECE_BYTES))
             if not data:
                 raise EOFError("the connection ended in the middle of a chunk")
-            payload = data[: max(0, left - 2)]
             left -= len(data)
-            end = (end + data[-2:])[-2:]
-            if not left and end != b"\r\n":
+            end = b"" if left else read_line(file, 2)
+            if end not in (b"", b"\r\n"):
                 raise BadMessage("a chunk is longer than its size")
-            yield line + data, payload
+            yield line + data + end, data
             line = b""
-    trailer, room = b"", HEAD_LIMIT
-    while trailer != b"\r\n":
-        trailer = read_line(file, room)
-        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+    while line[-4:] != b"\r\n\r\n":
+        trailer = read_line(file, HEAD_LIMIT - len(line))
+        if not TRAILER_LINE.fullmatch(trailer):
             raise BadMessage("bad trailer")
         line += trailer
-        room -= len(trailer)
     yield line, b""
+
+
+def read_plain(file: Any, left: int) -> Iterator[Part]:
+    """A body of that length as it comes. Raises EOFError if it is cut: read1() of HTTPResponse
+    hides that."""
+    while left:
+        data = file.read1(min(left, PIECE_BYTES))
+        if not data:
+            raise EOFError("the connection ended before the body did")
+        left -= len(data)
+        yield data, data
 
 
 @dataclasses.dataclass
@@ -3742,7 +3739,7 @@ class Response(http.client.HTTPResponse):
     """An answer of the model server."""
 
     _method: str  # of the request
-    fp: Any  # a BufferedReader on the connection's Stream, until release()
+    fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     length: int | None
 
@@ -3757,13 +3754,12 @@ class Response(http.client.HTTPResponse):
             if not match:
                 raise BadMessage("bad status line")
             headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
-            version, status, reason = match.groups()
-            self.status = int(status)
+            self.status, reason = int(match[1]), match[2] or b""
             if self.status >= 200 or self.status == 101:
                 break
         if self.status < 200:
             raise BadMessage("it switches to another protocol, or has no final answer")
-        self.reason = (reason or b"").decode("latin-1")
+        self.reason = reason.decode("latin-1")
         coding = ",".join(headers.all("transfer-encoding")).strip().lower()
         self.chunked = False
         self.length = None if coding else headers.body_length()
@@ -3773,46 +3769,18 @@ class Response(http.client.HTTPResponse):
             raise BadMessage("unknown Transfer-Encoding")
         else:
             self.chunked = bool(coding)
-        # llama-server says keep-alive and closes the connection after a streamed answer.
-        streamed = "".join(headers.all("content-type")).startswith("text/event-stream")
-        self.closing = (
-            version == b"0"
-            or "close" in headers.members("connection")
-            or (self.length is None and not self.chunked)
-            or (streamed and headers.all("server") == ["llama.cpp"])
-        )
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Part]:
-        """The body as it comes; coded in chunks where only closing tells its end.
-
-        Raises EOFError when it is cut: the library's read1() hides that."""
+        """The body as it comes; coded in chunks where only closing tells its end."""
         if self.chunked:
             yield from read_chunks(self.fp)
-            return
-        while self.length != 0:
-            data = self.fp.read1(min(self.length or PIECE_BYTES, PIECE_BYTES))
-            if self.length is None:
-                yield b"%x\r\n%s\r\n" % (len(data), data), data  # the last chunk is empty
-                if not data:
-                    return
-            elif not data:
-                raise EOFError("the connection ended before the body did")
-            else:
-                self.length -= len(data)
-                yield data, data
-
-    def release(self) -> bool:
-        """Let go of the connection, at the end of the body; False if it cannot be used again: there
-        are bytes that nobody asked for, or its end."""
-        reader, self.fp = self.fp, None
-        with contextlib.suppress(ConnectionError):
-            try:
-                reader.peek(1)
-            except BlockingIOError:
-                reader.detach()  # else it would close the connection
-                return True
-        return False
+        elif self.length is not None:
+            yield from read_plain(self.fp, self.length)
+        else:
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data
+            yield b"0\r\n\r\n", b""
 
 
 class Upstream(http.client.HTTPConnection):
@@ -3828,8 +3796,6 @@ class Upstream(http.client.HTTPConnection):
     ) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
-        self.expires = 0.0  # on the monotonic clock; 0: not used yet
-        self.unfinished = False  # a request was not sent whole
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class, but not to block later."""
@@ -3867,45 +3833,6 @@ class Upstream(http.client.HTTPConnection):
         heads = HEAD_END.split(stream.ahead)
         final = any(len(head) > 9 and head[9:10] != b"1" for head in heads)  # "HTTP/1.1 1.."
         return final or not data or len(stream.ahead) > HEAD_LIMIT
-
-
-class Pool:
-    """Idle connections to the backend, the newest used first."""
-
-    SIZE = 256
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: list[Upstream] = []
-
-    def take(self) -> Upstream | None:
-        """The newest; the caller must see whether the server has closed it."""
-        self.close(time.monotonic())
-        with self.lock:
-            return self.idle.pop() if self.idle else None
-
-    def give(self, upstream: Upstream, response: Response) -> None:
-        """Keep a connection whose answer was read to its end, as long as the server says
-        (Keep-Alive: timeout)."""
-        seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
-            seconds = min(seconds, int(told[1]) - 1.0)
-        upstream.sock.wait = never_wait
-        full = len(self.idle) >= self.SIZE or seconds <= 0
-        if full or response.closing or upstream.unfinished or not response.release():
-            upstream.close()
-            return
-        upstream.expires = time.monotonic() + seconds
-        with self.lock:
-            self.idle.append(upstream)
-
-    def close(self, until: float = float("inf")) -> None:
-        """Close the connections that may not be used after that time; without one, all."""
-        with self.lock:
-            old = [upstream for upstream in self.idle if upstream.expires <= until]
-            self.idle = [upstream for upstream in self.idle if upstream.expires > until]
-        for upstream in old:
-            upstream.close()
 
 
 class Tap:
@@ -4188,7 +4115,9 @@ class Relay(BaseHTTPRequestHandler):
         """A request's body as it comes. Each MB gives it BODY_SECONDS, none of them to wait for one
         byte, and the time that whoever takes the body needs is not counted."""
         self.expect(request)
-        pieces = read_chunks(self.rfile, self.limit) if request.chunked else self.plain(request)
+        pieces = read_plain(self.rfile, request.length or 0)
+        if request.chunked:
+            pieces = read_chunks(self.rfile, self.limit)
         size, end = 0, time.monotonic() + BODY_SECONDS
         self.until = end
         try:
@@ -4207,15 +4136,6 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(408, text) from None
         except EOFError:
             raise ClientGone from None
-
-    def plain(self, request: Request) -> Iterator[Part]:
-        left = request.length or 0
-        while left:
-            data = self.rfile.read1(min(left, 1 << 18))
-            if not data:
-                raise EOFError
-            left -= len(data)
-            yield data, data
 
     def read_body(self, request: Request) -> bytearray:
         """The whole body; its bytes are counted until the request has ended."""
@@ -4280,29 +4200,13 @@ class Relay(BaseHTTPRequestHandler):
         self._headers_buffer.append(b"\r\n")
 
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on and relay the answer. A request is repeated only when it went out on
-        a connection used before and nothing came back: the server had closed it (RFC 9112 section
-        9.3.1)."""
-        # A body that is passed on as it comes cannot be sent twice.
-        passes = exchange.forwarded is None and exchange.request.length
-        upstream = None if passes else self.proxy.backend.pool.take()
-        if upstream is None or not self.forward_over(upstream, exchange):
-            self.forward_over(self.connect(), exchange)
-
-    def forward_over(self, upstream: Upstream, exchange: Exchange) -> bool:
-        """False if the server had closed the connection."""
-        self.upstream = upstream
+        """Send the request on, once, over a connection of its own, and relay the answer. A kept one
+        would save 0.1 ms, and llama-server closes it just when the next request goes out."""
+        self.upstream = upstream = self.connect()
         try:
-            response = self.ask(upstream, exchange)
-            if response is not None:
-                self.relay(response, exchange)
-                self.proxy.backend.pool.give(upstream, response)
-                return True
-        except BaseException:
+            self.relay(self.ask(upstream, exchange), exchange)
+        finally:
             upstream.close()
-            raise
-        upstream.close()
-        return False
 
     def connect(self) -> Upstream:
         """A new connection to the server. Raises Refused."""
@@ -4317,15 +4221,12 @@ class Relay(BaseHTTPRequestHandler):
             status = 504 if isinstance(error, TimeoutError) else 502
             raise Refused(status, f"{text} and is BACKEND_URL right? {USUAL_PORTS}") from None
 
-    def ask(self, upstream: Upstream, exchange: Exchange) -> Response | None:
-        """Send a request and read the answer's head; None if the connection was used before, and
-        has been closed."""
+    def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
+        """Send a request and read the answer's head. Raises Refused."""
         backend, stream = self.proxy.backend, upstream.sock
-        stream.wait, stream.received = self.wait_for_server, 0
+        stream.wait = self.wait_for_server
         try:
-            # The client may have left by now, and what an idle connection has is its end.
-            if self.watch(READ, 0) and upstream.expires:
-                return None
+            self.watch(READ, 0)  # the client may have left by now
             self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
@@ -4334,22 +4235,16 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as bad:
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
-            if stream.received:  # not repeated: the server may have run it
-                fault = "in the head of its answer"
-            elif upstream.expires:
-                return None
-            else:
+            if not stream.received:
                 backend.lost()
-                fault = "without an answer"
-            text = f"The model server at {backend.name()} closed the connection {fault}; its log"
-            raise Refused(502, f"{text} may say why.") from None
+            text = f"The model server at {backend.name()} closed the connection without an answer"
+            raise Refused(502, f"{text}; its log may say why.") from None
 
     def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
         """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
         passes = body is None and request.length  # as it comes
         target = under(upstream.url, request.path)
-        upstream.unfinished = True
         try:
             upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             upstream.putheader("Host", upstream.url.netloc)
@@ -4363,7 +4258,6 @@ class Relay(BaseHTTPRequestHandler):
             upstream.endheaders(body)
             for data in self.body(request) if passes else ():
                 upstream.send(data)
-            upstream.unfinished = False
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
             if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
@@ -4451,7 +4345,7 @@ class Backend:
     there."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.pool = config, Pool()
+        self.config = config
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
@@ -4513,7 +4407,6 @@ class Backend:
     def lost(self) -> None:
         """Note that the server was away."""
         self.lost_at = time.monotonic()
-        self.pool.close()
         if not self.config.backend_url:
             self.url = None
 
@@ -4657,10 +4550,6 @@ class Server(ThreadingHTTPServer):
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
-    def service_actions(self) -> None:
-        """Called a few times a second."""
-        self.proxy.backend.pool.close(time.monotonic())
-
     def hold(self, size: int) -> bool:
         """Add to the bytes of bodies in memory; whether they may be so many."""
         with self.guard:
@@ -4787,7 +4676,6 @@ class Proxy:
             while server.open and time.monotonic() < until:
                 time.sleep(0.005)
             self.thread.join(5)
-            self.backend.pool.close()
             self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
