@@ -3439,13 +3439,13 @@ def step_of(view: View) -> str:
 # of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
-HEAD_LIMIT = 65536  # bytes of a request's or response's head
-HEADER_LIMIT = 100  # header lines; llama-server has the same limit
+HEAD_LIMIT = 65536  # bytes of a head
+HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
-BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
 KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
@@ -3453,7 +3453,7 @@ LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
 TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
+# RFC 9110 section 7.6.1. Authorization is end to end.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
 WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
@@ -3473,7 +3473,7 @@ Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
 class BadMessage(http.client.HTTPException):
-    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+    """A message that is not HTTP/1.x as RFC 9112 has it."""
 
 
 class TooLong(BadMessage):
@@ -3481,11 +3481,7 @@ class TooLong(BadMessage):
 
 
 class Refused(Exception):
-    """The proxy answers by itself: `status`, and a sentence that says what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """The proxy answers by itself: (status, a sentence that says what to do)."""
 
 
 class ClientGone(Exception):
@@ -3507,9 +3503,9 @@ HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unr
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """Wait for sockets: the events that are wanted of descriptors, to those that came.
+    """The events that come of those that are wanted of sockets (by descriptor).
 
-    `selectors` has no POLLRDHUP; elsewhere than on Windows select() takes none above 1023."""
+    `selectors` has no POLLRDHUP; select() takes no descriptor above 1023 on Unix."""
     if hasattr(select, "poll"):
         poller = select.poll()
         for descriptor, events in wanted.items():
@@ -3531,10 +3527,9 @@ def never_wait(events: int) -> None:
 
 class Stream(io.RawIOBase):
     """A connected socket as a file that calls `wait(events)` where it would block, so that the
-    relay can wait for both of its sockets at once.
+    relay can wait for both of its sockets at once. It stands in for the socket in the library.
 
-    It stands in for the socket in http.server (makefile) and in http.client (makefile, sendall,
-    close). `gone` is the exception that a broken connection raises."""
+    `gone` is the exception that a broken connection raises."""
 
     def __init__(
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
@@ -3588,7 +3583,7 @@ class Stream(io.RawIOBase):
         return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+        """Nothing is buffered; http.client flushes files after it closed the socket."""
 
     def close(self) -> None:
         if not self.closed:
@@ -3602,7 +3597,7 @@ class Stream(io.RawIOBase):
 
 
 def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    """A line with its end. Raises TooLong, and EOFError when the file ends before."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
         raise TooLong("a line is too long")
@@ -3612,8 +3607,7 @@ def read_line(file: Any, limit: int) -> bytes:
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
-    time, and a request needs two dozen."""
+    """Headers with an index: the library's look-ups go through all lines each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -3628,40 +3622,33 @@ class Fields(http.client.HTTPMessage):
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
-        """The members of a header that is a list, over all of its lines, in lower case."""
+        """The members of a header that is a list, in lower case."""
         return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
 
     def end_to_end(self, *drop: str) -> Iterator[tuple[str, str]]:
-        """The headers that a proxy passes on, without `drop`.
-
-        Connection may list more, but not Content-Length: without it the body would be taken for
-        the next message."""
+        """The headers that a proxy passes on, without `drop`. Connection may list more, but not
+        Content-Length: without it the body would be taken for the next message."""
         listed = set(self.members("connection")) - {"content-length"}
         dropped = HOP_BY_HOP.union(drop, listed)
         return (item for item in self.raw_items() if item[0].lower() not in dropped)
 
     def body_length(self) -> int | None:
-        """Content-Length, None when there is none. Raises BadMessage unless all values are equal
-        plain numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the
-        first."""
+        """Content-Length. Raises BadMessage unless all values are equal plain numbers: int() takes
+        +5 and 1_0 as well, and of two lengths the library takes the first."""
         values = self.all("content-length")
-        if not values:
-            return None
-        if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
+        if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
             raise BadMessage("bad Content-Length")
-        return int(values[0])
+        return int(values[0]) if values else None
 
 
 def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line.
-
-    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
-    line without a colon, keeps folded lines, and takes more than twice as long."""
-    headers, count = Fields(), 0
+    """Header lines (RFC 9112 section 5) up to the blank line. parse_headers() of the library splits
+    them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
+    ones, and takes more than twice as long."""
+    headers = Fields()
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
-        count += 1
-        if count > HEADER_LIMIT:
+        if len(headers) >= HEADER_LIMIT:
             raise TooLong("too many header lines")
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
@@ -3671,10 +3658,9 @@ def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
 
 
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
-
-    Raises BadMessage, Refused and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
-    look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage, EOFError and, for more
+    than `limit` bytes, Refused. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what
+    ends a chunk, and takes the connection's end for the end of the trailers."""
     total = 0
     while True:
         line = read_line(file, CHUNK_LINE_LIMIT)
@@ -3718,7 +3704,7 @@ def read_plain(file: Any, left: int) -> Iterator[Part]:
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received, but for an absolute target: that has become a path."""
+    """A request's head, as received, but for an absolute target: that is a path."""
 
     method: str
     path: str  # with the query; a character for each byte
@@ -3745,7 +3731,7 @@ class Response(http.client.HTTPResponse):
 
     def begin(self) -> None:
         """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
-        `chunked`, or has a `length`; with None it ends when the connection does.
+        `chunked`, has a `length`, or ends when the connection does.
 
         The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
         for _ in range(INTERIM_LIMIT):
@@ -3798,19 +3784,18 @@ class Upstream(http.client.HTTPConnection):
         self.url, self.tls = url, tls
 
     def connect(self) -> None:
-        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
         self.sock = Stream(self.sock, never_wait, ConnectionError)
 
     def _encode_request(self, request: str) -> bytes:
-        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        """The library's targets are ASCII only."""
         return request.encode("latin-1")
 
     def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
-        """The library sends head and body apart, and the server wakes up twice. Here a small body
-        goes with its head, in one packet."""
+        """The library sends head and body apart, and the server wakes up twice."""
         head, body = b"\r\n".join([*self._buffer, b"", b""]), message_body or b""
         self._buffer.clear()
         if len(body) <= PIECE_BYTES:
@@ -3819,8 +3804,7 @@ class Upstream(http.client.HTTPConnection):
         self.send(body)
 
     def answered(self) -> bool:
-        """Read ahead while the request is still being sent: whether the final answer has begun, or
-        the connection has ended."""
+        """Read ahead: whether the final answer has begun, or the connection has ended."""
         stream = self.sock
         try:
             data = stream.sock.recv(PIECE_BYTES)
@@ -3836,7 +3820,7 @@ class Upstream(http.client.HTTPConnection):
 
 
 class Tap:
-    """Keeps the first and the last bytes of an answer as it passes, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from."""
 
     __slots__ = ("first", "last")
 
@@ -3850,7 +3834,7 @@ class Tap:
             del self.last[:-TAP_BYTES]
 
     def windows(self) -> tuple[bytes, bytes]:
-        """The start and the end of the answer; a short one whole, and b''."""
+        """(start, end) of the answer; of a short one (all of it, b"")."""
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
 
@@ -3910,7 +3894,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.serve(self.head)
         except Refused as refused:
             self.close_connection = self.linger = True
-            status, fault = refused.status, str(refused)
+            status, fault = refused.args
             self.proxy.log.info("refused | status=%d | %s", status, fault)
             with contextlib.suppress(ClientGone):
                 self.respond(status, error_body(self.path, status, fault))
@@ -3929,8 +3913,7 @@ class Relay(BaseHTTPRequestHandler):
             self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
-        """Close. Unread bytes of the client would turn that into a reset, and its answer would be
-        lost (RFC 9112 9.6)."""
+        """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
         with contextlib.suppress(ClientGone, OSError):
             if self.abort:  # RST is the only sign of a cut that a client without framing can see
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
@@ -3955,8 +3938,8 @@ class Relay(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait_for_client(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
-        when it does not read, Answered when the server's answer comes before the whole request."""
+        """Raises TimeoutError when it does not send in time, ClientGone when it does not read, and
+        Answered when the server answers already."""
         client = self.socket.fileno()
         if events == WRITE:
             if not poll({client: WRITE}, SEND_SECONDS):
@@ -3973,8 +3956,7 @@ class Relay(BaseHTTPRequestHandler):
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
-        Answered when the server answers what it has not read yet."""
+        """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
         self.flush()
         happened, seconds = 0, self.proxy.config.read_timeout
         if not self.exchange.explained:
@@ -3989,8 +3971,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
-        Raises ClientGone as soon as the client hangs up. A half-closed one counts as gone, as it
-        does for llama-server itself."""
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
         client, until = self.socket.fileno(), time.monotonic() + seconds
         while True:
             wanted = {client: self.watched}
@@ -4017,7 +3998,7 @@ class Relay(BaseHTTPRequestHandler):
     # --- reading a request ------------------------------------------------------------------------
 
     def read_head(self) -> bool:
-        """Wait for a request and read its head; False when no more come."""
+        """Wait for a request; False when no more come."""
         self.until = time.monotonic() + self.patience
         try:
             for _ in range(64):  # blank lines (RFC 9112 section 2.2)
@@ -4042,11 +4023,10 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(414, "The request's first line is too long.") from None
 
     def parse_request(self) -> bool:
-        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
-        and 6.3: smuggling shapes among it).
+        """Read a head. Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3).
 
-        The library splits the first line at any white space, makes /x of //x, reads the headers
-        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        The library splits the first line at any white space, makes /x of //x, and sees
+        `Connection: close` only where it stands alone."""
         line = self.raw_requestline
         words = line.decode("latin-1").split(" ")
         self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
@@ -4063,36 +4043,34 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as error:
             status = 431 if isinstance(error, TooLong) else 400
             raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        coding = [value.lower() for value in headers.all("transfer-encoding")]
-        if coding and (length is not None or old):
-            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-        if coding not in ([], ["chunked"]):
-            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-        if not headers.all("host") and not old:
-            raise Refused(400, "A request needs a Host header.")
-        for name in ("host", "origin", "sec-fetch-site"):  # which of two is true cannot be told
-            if len(headers.all(name)) > 1:
-                raise Refused(400, f"A request can have one {name} header only.")
-        if self.command == "CONNECT":
-            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
         if absolute := re.match("(?i)https?://[^/?#]*", self.path):
             self.path = "/" + self.path[absolute.end() :].removeprefix("/")
-        if self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*"):
-            raise Refused(400, "The request's target must be a path.")
+        coding = [value.lower() for value in headers.all("transfer-encoding")]
+        no_path = self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*")
+        # Which of two is true cannot be told.
+        twice = any(len(headers.all(name)) > 1 for name in ("host", "origin", "sec-fetch-site"))
+        for wrong, status, text in (
+            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding."),
+            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked."),
+            (not headers.all("host") and not old, 400, "A request needs a Host header."),
+            (twice, 400, "A request can have one Host, Origin and Sec-Fetch-Site header only."),
+            (self.command == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY."),
+            (no_path, 400, "The request's target must be a path."),
+        ):
+            if wrong:
+                raise Refused(status, text)
         self.close_connection = old or "close" in headers.members("connection")
         self.head = Request(self.command, self.path, headers, old, length, bool(coding))
         return True
 
     def check(self, request: Request) -> None:
-        """Refuse a body that is too long, and what pages of other sites send, as far as browsers do
-        not keep it back themselves."""
+        """Refuse long bodies, and what pages of other sites send, as far as browsers let them."""
         if (request.length or 0) > self.limit:
             raise Refused(413, TOO_LONG % self.limit)
         host = request.get("host")
         if self.proxy.loopback_only and host and not self.proxy.known_host(host):
             # The page had its own name resolve to this machine (DNS rebinding).
-            text = f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is"
-            raise Refused(403, f"{text} yours.")
+            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
@@ -4101,20 +4079,14 @@ class Relay(BaseHTTPRequestHandler):
         if foreign and request.method == "POST" and kind != "application/json":
             raise Refused(403, "A web page of another site may only send application/json here.")
 
-    def expect(self, request: Request) -> None:
-        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
-        nothing speaks against it. The library does it as soon as it has the head."""
+    def body(self, request: Request) -> Iterator[bytes]:
+        """A request's body as it comes, in its time; that of whoever takes it is not counted."""
         if request.get("expect").lower() == "100-continue" and not request.old:
             self.until = 0.0
             try:
                 self.rfile.peek(1)  # the body may be here already
-            except TimeoutError:
+            except TimeoutError:  # ask for it now, when nothing speaks against it
                 self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes. Each MB gives it BODY_SECONDS, none of them to wait for one
-        byte, and the time that whoever takes the body needs is not counted."""
-        self.expect(request)
         pieces = read_plain(self.rfile, request.length or 0)
         if request.chunked:
             pieces = read_chunks(self.rfile, self.limit)
@@ -4138,7 +4110,7 @@ class Relay(BaseHTTPRequestHandler):
             raise ClientGone from None
 
     def read_body(self, request: Request) -> bytearray:
-        """The whole body; its bytes are counted until the request has ended."""
+        """The whole body, counted until the request has ended."""
         body = bytearray()
         for data in self.body(request) if request.length or request.chunked else ():
             body += data
@@ -4195,31 +4167,27 @@ class Relay(BaseHTTPRequestHandler):
         self.flush()
 
     def end_headers(self) -> None:
-        """The library sends a head at once. Here it waits for the first bytes of the body, which
-        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        """The library sends a head at once. Here the first bytes of the body go with it, or turn
+        out to be unreadable: then the answer is a 502."""
         self._headers_buffer.append(b"\r\n")
 
     def forward(self, exchange: Exchange) -> None:
         """Send the request on, once, over a connection of its own, and relay the answer. A kept one
         would save 0.1 ms, and llama-server closes it just when the next request goes out."""
-        self.upstream = upstream = self.connect()
+        backend = self.proxy.backend
+        try:
+            self.upstream = upstream = backend.connect()
+        except OSError as error:
+            backend.lost()
+            status = 504 if isinstance(error, TimeoutError) else 502
+            text = (
+                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
+            )
+            raise Refused(status, f"{text} and is BACKEND_URL right? {USUAL_PORTS}") from None
         try:
             self.relay(self.ask(upstream, exchange), exchange)
         finally:
             upstream.close()
-
-    def connect(self) -> Upstream:
-        """A new connection to the server. Raises Refused."""
-        backend = self.proxy.backend
-        try:
-            return backend.connect()
-        except OSError as error:
-            backend.lost()
-            text = (
-                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
-            )
-            status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(status, f"{text} and is BACKEND_URL right? {USUAL_PORTS}") from None
 
     def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
         """Send a request and read the answer's head. Raises Refused."""
@@ -4241,7 +4209,6 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(502, f"{text}; its log may say why.") from None
 
     def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
-        """Line, Host, the client's own headers in order, the body's length, the body."""
         request, body = exchange.request, exchange.forwarded
         passes = body is None and request.length  # as it comes
         target = under(upstream.url, request.path)
@@ -4264,8 +4231,7 @@ class Relay(BaseHTTPRequestHandler):
         self.server.waiting.pop(self.socket, None)
 
     def relay(self, response: Response, exchange: Exchange) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
-        off."""
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status, exchange.begun = response.status, time.monotonic()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
@@ -4341,67 +4307,60 @@ STATES[503] = "it is loading its model"
 
 
 class Backend:
-    """Where the model server is. With BACKEND_URL unset it is looked for again whenever it is not
-    there."""
+    """Where the model server is; with BACKEND_URL unset it is looked for when it is not there."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
+        self.address = ""  # of localhost, that took a connection last
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
-            self.tls.set_alpn_protocols(["http/1.1"])
 
     def name(self) -> str:
         url = self.url
         return url.geturl() if url else " or ".join(CANDIDATES)
 
     def locate(self) -> urllib.parse.SplitResult:
-        """The server's URL. Raises OSError when none is set and none answers."""
-        url = self.url  # read once: lost() in another thread may clear it
-        if url is None:
-            with self.looking:
-                url = self.url = self.url or self.look()
+        """The server's URL. Raises OSError when none is set and none answers. One look a second
+        serves all who wait."""
+        with self.looking:
+            url = self.url
+            if url is None and time.monotonic() >= self.next_look:
+                url = self.url = next(
+                    filter(self.answers, map(urllib.parse.urlsplit, CANDIDATES)), None
+                )
+                self.next_look = time.monotonic() + 1
         if url is None:
             raise ConnectionRefusedError("no server answers there")
         return url
 
-    def look(self) -> urllib.parse.SplitResult | None:
-        """The first candidate that answers like a model server. One look a second serves all who
-        wait: a candidate that hangs takes a second."""
-        if time.monotonic() < self.next_look:
-            return None
-        for url in map(urllib.parse.urlsplit, CANDIDATES):
-            if url.port != self.config.listen_port:  # that is this proxy
-                _, answer = fetch(url, "/v1/models", 1.0)
-                if members(answer).keys() & {"data", "models", "error"}:
-                    return url
-        self.next_look = time.monotonic() + 1
-        return None
+    def answers(self, url: urllib.parse.SplitResult) -> bool:
+        """Whether there is a model server."""
+        if url.port == self.config.listen_port:  # that is this proxy
+            return False
+        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError.
-
-        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
-        only. With TLS the name stays: the certificate has it."""
+        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
+        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
         url = self.locate()
-        host, faults = url.hostname or "", []
-        several = host == "localhost" and url.scheme == "http"
-        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
-        for name in dict.fromkeys(names):
+        names = dict.fromkeys([url.hostname or ""])
+        if url.hostname == "localhost" and url.scheme == "http":
+            names = dict.fromkeys([self.address or "127.0.0.1", "127.0.0.1", "::1"])
+        faults = []
+        for name in names:
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
+                self.address = name
+                return upstream
             except OSError as error:
                 faults.append(error)
                 upstream.close()
-            else:
-                self.last_good[host] = name
-                return upstream
         raise faults[0]
 
     def lost(self) -> None:
@@ -4420,8 +4379,7 @@ class Backend:
             return 0, str(error)
 
     def describe(self) -> Json:
-        """Product, build, model, slots and context, as far as the server tells; {} when it does not
-        answer."""
+        """What the server tells of product, build, model, slots and context; {} without answer."""
         status, answer = self.ask("/props")
         props = members(answer) if status == 200 else {}
         if "error" in props:  # LM Studio says 200 to any path
@@ -4471,7 +4429,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def http_connection(url: urllib.parse.SplitResult, timeout: float) -> http.client.HTTPConnection:
-    """A connection of the library's own, for kvproxy's own questions."""
+    """For kvproxy's own questions."""
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "", url.port, timeout=timeout)
 
@@ -4484,8 +4442,8 @@ def fetch(
     body: bytes | None = None,
     opened: Callable[[socket.socket], None] | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET, or POST with a body, under a URL's path prefix;
-    (0, reason) when it fails. `opened` is called with the socket."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
+    `opened` is called with the socket."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
             connection.connect()
@@ -4502,16 +4460,6 @@ def fetch(
     return response.status, text
 
 
-def descriptors() -> int:
-    """How many sockets and files this process may have open."""
-    try:
-        import resource
-    except ImportError:  # Windows sets no limit that matters here
-        return sys.maxsize
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
 class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
@@ -4522,14 +4470,19 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        # add, discard, pop, list() and len() need no lock
         self.open: set[socket.socket] = set()
-        self.busy: set[socket.socket] = set()  # those with a request being served
-        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.busy: set[socket.socket] = set()  # a request of theirs is being served
+        self.waiting: dict[socket.socket, None] = {}  # their clients have to send; oldest first
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
-        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
+        self.most_open = proxy.config.max_connections
+        with contextlib.suppress(ImportError):  # Windows sets no limit that matters here
+            import resource
+
+            descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if descriptors != resource.RLIM_INFINITY:
+                self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -4551,7 +4504,7 @@ class Server(ThreadingHTTPServer):
             raise
 
     def hold(self, size: int) -> bool:
-        """Add to the bytes of bodies in memory; whether they may be so many."""
+        """Count bytes of bodies in memory; whether there may be so many."""
         with self.guard:
             self.held += size
             return self.held <= self.most_held
@@ -4610,8 +4563,7 @@ REMOVED = (
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread. `url` is its base URL.
-    """
+    Use it as a context manager, or call start() and stop() from any thread."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -4697,40 +4649,46 @@ class Proxy:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
         match = HOST.fullmatch(host.lower())
-        if not match:
-            return False
-        name = match[1].strip("[]")
+        name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         local = name.endswith(private) or not re.search(r"[.:]", name)
-        return local or name in self.allowed or address_of(name) is not None
+        return bool(name) and (local or name in self.allowed or address_of(name) is not None)
+
+    @contextlib.contextmanager
+    def faults_logged(self, what: str) -> Iterator[None]:
+        """A fault of kvproxy is logged, and no client notices."""
+        try:
+            yield
+        except Exception:
+            self.log.exception(what)
 
     # --- before a request is forwarded ------------------------------------------------------------
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
-        raw = exchange.received
-        assert raw is not None
-        exchange.forwarded, note = raw, ""
-        try:
-            self.edit(exchange, raw)
-        except Unreadable as error:
-            note = str(error)
-        except RecursionError:  # what was parsed may be too deep for what comes after it
-            note = "nested too deeply"
-        except Exception:
-            note = "internal error"
-            self.log.exception("a body could not be edited and was forwarded as it came")
-        if note:
-            exchange.report, exchange.view = Report(note=note), None
+        note = "internal error"
+        with self.faults_logged("a body could not be edited and was forwarded as it came"):
+            try:
+                self.edit(exchange)
+                return
+            except Unreadable as error:
+                note = str(error)
+            except RecursionError:  # what was parsed may be too deep for what comes after it
+                note = "nested too deeply"
+        exchange.report, exchange.view, exchange.forwarded = (
+            Report(note=note),
+            None,
+            exchange.received,
+        )
 
-    def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
-        dialect, report = exchange.dialect, exchange.report
-        assert dialect is not None
+    def edit(self, exchange: Exchange) -> None:
+        raw, dialect, report = exchange.received, exchange.dialect, exchange.report
+        assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
         # Nobody's text may reach anybody else's prompt.
-        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
-        client, learn = digest(exchange.address, *headers), not exchange.counting
+        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        learn = not exchange.counting
         exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
@@ -4741,15 +4699,18 @@ class Proxy:
     # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
-        """Compare a request with those before it: once, when the server is silent or has
-        answered."""
+        """Compare a request with those before it, once."""
         view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
         agent = "x-claude-code-agent-id"
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
-        try:
+        # What is nested too deeply, no server reads.
+        with (
+            self.faults_logged("a request could not be explained"),
+            contextlib.suppress(RecursionError),
+        ):
             prompt = Prompt(view, *told)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
@@ -4758,10 +4719,6 @@ class Proxy:
                 prompt = Prompt(original, *told) if original is not None else prompt
             straight = self.received.judge(prompt)
             exchange.straight, case.moved = straight.verdict.share, straight.whole
-        except RecursionError:
-            pass  # nested so deeply that no server reads it
-        except Exception:
-            self.log.exception("a request could not be explained")
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
         """The response headers for a request that has X-Cache-Diagnostic: true."""
@@ -4786,39 +4743,42 @@ class Proxy:
         """Read an answer's numbers and record the request; if less was reused than should have
         been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
-        answered, case = exchange.status == 200, None
-        try:
-            if answered or (exchange.sent and not exchange.status):  # or the client left
-                self.explain(exchange)
-            elif exchange.status == 503:  # llama-server: loading its model
-                self.backend.lost_at = exchange.ended
-            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
-            if record := exchange.trace.record:
-                record.answer = heard_answer(first, last) if answered else None
-                record.tap = None
-            if exchange.status == 400 and CONTEXT_FULL.search(first):
-                self.replay.overflowed(exchange.trace)
-            if answered:
-                exchange.usage, case = usage_of(first, last), exchange.case
-            else:
-                exchange.verdict = exchange.case = None
-            if exchange.verdict is not None:
-                self.warmup.remember(exchange)
-            exchange.tap = exchange.view = None
-            exchange.trace = Trace(exchange.trace.conversation)
+        with self.faults_logged("a finished request could not be recorded"):
+            self.settle(exchange)
+            case = exchange.case
             lost = case is not None and missing_tokens(case, exchange.usage)
             if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
+
+    def settle(self, exchange: Exchange) -> None:
+        """Read the end of an answer, and let go of what is needed no longer."""
+        answered = exchange.status == 200
+        if answered or (exchange.sent and not exchange.status):  # or the client left
+            self.explain(exchange)
+        elif exchange.status == 503:  # llama-server: loading its model
+            self.backend.lost_at = exchange.ended
+        first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        if record := exchange.trace.record:
+            record.answer = heard_answer(first, last) if answered else None
+            record.tap = None
+        if exchange.status == 400 and CONTEXT_FULL.search(first):
+            self.replay.overflowed(exchange.trace)
+        if answered:
+            exchange.usage = usage_of(first, last)
+        else:
+            exchange.verdict = exchange.case = None
+        if exchange.verdict is not None:
+            self.warmup.remember(exchange)
+        exchange.tap = exchange.view = None
+        exchange.trace = Trace(exchange.trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
         """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
         asked for its slots, and how it renders the prompts, once it is idle."""
         case, exchange.case = exchange.case, None
-        try:
+        with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
@@ -4834,16 +4794,13 @@ class Proxy:
                     self.log.info("%s", line)
             if warning:
                 self.log.warning("%s", warning)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
-        finally:
-            if ask:
-                self.asking.release()
+        if ask:
+            self.asking.release()
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from; if it renders old turns
-        in another way than before, that is why it had to read them again."""
-        base, prompts = case.base, list[str]()
+        """Have the server render a prompt and the one that it goes on from: does it render old
+        turns in another way than before, it had to read them again."""
+        base, verdict, prompts = case.base, case.verdict, list[str]()
         with self.metrics.guard:
             kept = {one.number: one for one in self.metrics.recent}
         before = kept.get(base.number) if base is not None and case.whole else None
@@ -4856,13 +4813,12 @@ class Proxy:
         at = common_prefix(*prompts)
         if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
             return
-        turns = [*base.names[base.first :], ""]
-        where, place = turns[0], 0
-        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+        names, place = base.names[base.first :], 0
+        where = names[0]
+        for text, following in zip(base.texts[base.first :], [*names[1:], ""], strict=True):
             found = prompts[0].find(text.strip()[:60], place, at)
             if found >= 0:
                 where, place = following, found
-        verdict = case.verdict
         verdict.name, verdict.kind, verdict.where = "template", "template", where
         verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
         verdict.advice = (
@@ -4872,19 +4828,23 @@ class Proxy:
         )
 
     def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
-        tools with the five largest, turns."""
+        """Where the tokens of a prompt that is kept go, estimated from its characters."""
         assert exchange.dialect is not None and exchange.forwarded is not None
         view = view_of(parse(exchange.forwarded), exchange.dialect)
+        found = [(name, len(text)) for name, text in segments_of(view)] if view is not None else []
+        total = sum(size for _, size in found)
+        rate = (exchange.usage.prompt or total / 4) / (total or 1)
         sizes: collections.Counter[str] = collections.Counter()
-        for name, text in segments_of(view) if view is not None else ():
-            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
-        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
-        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
-        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
-        turns = round(sizes["turn"] * rate)
-        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
+        tools: collections.Counter[str] = collections.Counter()
+        for name, size in found:
+            kind, _, rest = name.partition(" ")
+            sizes[kind] += size
+            if kind == "tool":
+                tools[rest] += size
+        told: Json = {part: round(sizes[part.rstrip("s")] * rate) for part in ("tools", "turns")}
+        largest = {name: round(size * rate) for name, size in tools.most_common(5)}
+        system = round(sizes["system"] * rate)
+        return {"system": system, **told, "estimated": True, "largest tools": largest}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -4918,8 +4878,7 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: the line, and a second one when a prompt was not reused for a
-    reason."""
+    """The log of one request: a line, and another one when a prompt was not reused for a reason."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
@@ -4939,10 +4898,9 @@ def log_lines(exchange: Exchange) -> list[str]:
         parts.append(f"forwarded as it came: {note}" if note else "")
     if exchange.status != 200 or len(parts) == 1:
         parts.append(f"status={exchange.status or '-'}")
+    reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
-    if verdict is not None and verdict.line() and not verdict.side:
-        lines.append("    " + verdict.line())
-    return lines
+    return [*lines, "    " + reason] if reason else lines
 
 
 class Metrics:
@@ -4997,8 +4955,8 @@ class Metrics:
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
-        the rate of all long reads."""
+        """Add the time of tokens that would have been read without kvproxy, at the rate of all
+        long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
@@ -5014,8 +4972,7 @@ class Metrics:
         return sum(cached for cached, _, _ in self.window) / total if total else None
 
     def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and
-        falls again."""
+        """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
         rate = self.hit_rate()
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
@@ -5025,8 +4982,7 @@ class Metrics:
         return ""
 
     def cause(self, *spared: str) -> str:
-        """The most frequent reason why the requests of the window were not reused; `spared`
-        verdicts are none."""
+        """The most frequent verdict of the window but `extended` and the `spared` ones."""
         names = [name for _, _, name in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
@@ -5042,8 +4998,7 @@ class Metrics:
                 one.received = one.forwarded = None
 
 
-# Names whose values are not written down, of headers, in addresses, and in bodies beside the
-# prompt.
+# Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
     r"|passphrase|credential|signature|session"
@@ -5063,14 +5018,14 @@ def hidden(pair: re.Match[str]) -> str:
 
 
 def without_secrets(address: str) -> str:
-    """A target or a header's value, without the secrets in its query and path parameters."""
+    """A target or a header's value, without secrets in queries and path parameters."""
     path, mark, query = address.partition("?")
     query = QUERY_PART.sub(hidden, query)
     return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
 
 def without_secret_members(body: Json) -> Json:
-    """A parsed body, changed in place: what stands beside the prompt has no secrets."""
+    """A parsed body, changed in place: no secrets beside the prompt."""
     waiting: list[Any] = [body]
     while waiting:
         value = waiting.pop()
@@ -5085,8 +5040,7 @@ def without_secret_members(body: Json) -> Json:
 
 
 class Capture:
-    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the
-    like. A write that fails ends the capture, never the proxy."""
+    """CAPTURE_FILE. A write that fails ends the capture, never the proxy."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
         self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
@@ -5132,7 +5086,7 @@ class Capture:
                 file.close()
 
     def row(self, exchange: Exchange, received: bytes | bytearray) -> Json:
-        """A request without the secrets that can be told; of a body that is no JSON the size."""
+        """A request without secrets; of a body that is no JSON the size."""
         request, headers, body = exchange.request, dict[str, str](), None
         for name, value in request.headers.raw_items():
             headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
@@ -5152,8 +5106,7 @@ class Capture:
 
 
 def open_private(path: str, mode: str) -> Any:
-    """A text file to write that only its owner may read, also one that was there already. Raises
-    OSError."""
+    """A text file to write that only its owner may read. Raises OSError."""
     private = functools.partial(os.open, mode=0o600)
     file = open(  # noqa: SIM115 - the caller closes it
         path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
@@ -5176,9 +5129,7 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). Raises ConfigError.
-
-    A disk that is full costs one line on stderr, not a traceback for each record."""
+    """LOG_FILE, for its owner only. A full disk costs one line on stderr. Raises ConfigError."""
 
     def __init__(self, path: str) -> None:
         self.path, self.told = path, False
@@ -5219,7 +5170,7 @@ def front_members(body: Json) -> Json:
 
 class Prefill:
     """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Its last turn is a placeholder, and its answer is one token."""
+    it. The last turn is a placeholder, and the answer is one token."""
 
     def __init__(self, path: str, body: Json) -> None:
         self.path, self.body = path, body
@@ -5241,23 +5192,22 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        turns = self.body[view.dialect.turns][:-1] if path == self.path else []
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
         begun = [turn.item for turn in view.turns[: len(turns)]]
         with contextlib.suppress(RecursionError):  # nested deeply
-            front = front_members(self.body)
-            return path == self.path and begun == turns and front_members(view.body) == front
+            return begun == turns and front_members(view.body) == front_members(self.body)
         return False
 
 
 class Warmup:
-    """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them. At most one prefill is under way, and clients' requests go first:
-    hold()."""
+    """Remembers the heads of recent conversations, and has the server read them before a request
+    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
@@ -5271,9 +5221,9 @@ class Warmup:
         self.over = threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
-        self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
-        self.refused: dict[str, str] | None = None  # keys that the server did not take
-        self.state, self.warned = "off", False
+        # The newest client's API key, in memory only; None: the server wants another one.
+        self.keys: dict[str, str] | None = {}
+        self.state = "off"
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -5298,7 +5248,7 @@ class Warmup:
     # --- the heads and their file -----------------------------------------------------------------
 
     def open(self) -> None:
-        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
+        """See whether the file can be written. Raises OSError."""
         if self.path:
             if os.path.exists(self.path) and not os.path.isfile(self.path):
                 raise OSError("it is no plain file")
@@ -5319,8 +5269,7 @@ class Warmup:
                 os.unlink(name)
 
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
-        new ones match."""
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
         replay = self.proxy.replay
         try:
             with open(self.path, encoding="ascii") as file:
@@ -5335,12 +5284,20 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except self.BAD_FILE as error:
-            self.warn(f"cannot be read and starts anew: {error}")
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
+            self.proxy.log.warning(text, self.path, error)
         self.due = dict(self.heads)
 
     def keep(self, key: str, head: Json) -> None:
-        """Make a head the newest one; the least recently used one may go."""
+        """Make a head the newest one; the oldest may go."""
         self.heads.pop(key, None)
         self.heads[key] = head
         if len(self.heads) > self.config.warmup_heads:
@@ -5371,23 +5328,17 @@ class Warmup:
                 try:
                     self.write(json.dumps(self.heads))
                 except OSError as error:
-                    self.warn(f"cannot be written: {error}")
-
-    def warn(self, text: str) -> None:
-        """Warn about the file, but only once."""
-        if not self.warned:
-            self.proxy.log.warning("WARMUP_FILE=%r %s", self.path, text)
-        self.warned = True
+                    text = "WARMUP_FILE=%r cannot be written any more: %s"
+                    self.proxy.log.warning(text, self.path, error)
+                    self.path = ""
 
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading is held until that has been read: the server would notice a cancel late,
-        and read it all again in another slot. Any other that needs the model ends the prefill,
-        unless a client waits for it.
-
-        `watch(0, seconds)` waits so long, and raises ClientGone when the client hangs up."""
+        server is reading waits until that has been read: the server would notice a cancel late, and
+        read it all again in another slot. Any other that needs the model ends the prefill, unless a
+        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
@@ -5414,8 +5365,7 @@ class Warmup:
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def step(self) -> None:
-        """Warm up after a start and after the backend was away; repeat the newest head while idle,
-        if that is wanted."""
+        """Warm up after a start and after the backend was away; keep the newest head warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -5423,11 +5373,11 @@ class Warmup:
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due, self.refused = dict(self.heads) if self.path else {}, None
+                self.due = dict(self.heads) if self.config.warmup_file else {}
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
-        if not heads or self.keys == self.refused:
+        if not heads or self.keys is None:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -5440,8 +5390,8 @@ class Warmup:
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in (401, 403):  # after a start there is no key until a client brings one
-                self.refused = self.keys
+            if status in (401, 403):
+                self.keys = None  # until a client brings one that is taken
             if status in (401, 403, *self.NOT_READY):
                 return
             self.proxy.last_end = ended
