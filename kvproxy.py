@@ -4539,12 +4539,12 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def hang_up(self, everything: bool) -> int:
-        """End idle connections, or all; returns how many are still busy."""
+        """End idle connections, or all; returns how many are left."""
         for connection in list(self.open):
             if everything or connection not in self.busy:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        return len(self.busy)
+        return len(self.open if everything else self.busy)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
@@ -4620,13 +4620,10 @@ class Proxy:
                 server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
             server.shutdown()
             server.server_close()
-            until = time.monotonic() + grace
-            while server.hang_up(False) and time.monotonic() < until:
-                time.sleep(0.02)
-            server.hang_up(True)
-            until = time.monotonic() + 2
-            while server.open and time.monotonic() < until:
-                time.sleep(0.005)
+            for everything, seconds in ((False, grace), (True, 2.0)):
+                until = time.monotonic() + seconds
+                while server.hang_up(everything) and time.monotonic() < until:
+                    time.sleep(0.01)
             self.thread.join(5)
             self.capture.close()
 
@@ -5062,21 +5059,20 @@ class Capture:
 
     def write(self, exchange: Exchange) -> None:
         """Append a finished request. A file that would get too long makes room for a new one."""
-        if not self.path or exchange.received is None:
+        if self.file is None or exchange.received is None:
             return
         line = json.dumps(self.row(exchange, exchange.received), separators=(",", ":")) + "\n"
         with self.guard:
             try:
-                if self.file is not None and self.size and self.size + len(line) > self.limit:
+                if self.size and self.size + len(line) > self.limit:
                     self.close()
                     os.replace(self.path, self.path + ".1")
-                self.open()
-                if self.file is not None:
+                    self.open()
+                if self.file is not None:  # nobody has closed it meanwhile
                     self.size += self.file.write(line)
                     self.file.flush()
             except OSError as error:
                 self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
-                self.path = ""
                 self.close()
 
     def close(self) -> None:
