@@ -79,6 +79,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -3469,6 +3470,7 @@ HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
 
 Headers = list[tuple[bytes, bytes]]
+Url = urllib.parse.SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
@@ -3587,7 +3589,7 @@ class Stream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+            with suppress(OSError):  # wakes threads that wait on it; close() does not
                 self.sock.shutdown(socket.SHUT_RDWR)
             self.sock.close()
         super().close()
@@ -3777,9 +3779,7 @@ class Upstream(http.client.HTTPConnection):
     sock: Any  # a Stream, once it is connected
     _buffer: list[bytes]
 
-    def __init__(
-        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
 
@@ -3866,13 +3866,14 @@ class Relay(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
+        self.config = self.proxy.config
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
         self.exchange: Any = None  # an Exchange, likewise
-        self.patience = self.proxy.config.header_timeout  # seconds until the next request
-        self.limit = self.proxy.config.max_body_mb << 20
+        self.patience = self.config.header_timeout  # seconds until the next request
+        self.limit = self.config.max_body_mb << 20
         self.until = 0.0  # on the monotonic clock: the client has to send by then
         self.linger = False  # the client is still sending
         self.abort = False
@@ -3896,7 +3897,7 @@ class Relay(BaseHTTPRequestHandler):
             self.close_connection = self.linger = True
             status, fault = refused.args
             self.proxy.log.info("refused | status=%d | %s", status, fault)
-            with contextlib.suppress(ClientGone):
+            with suppress(ClientGone):
                 self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
             self.close_connection, fault = True, f"cut: {cut}"
@@ -3914,7 +3915,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
-        with contextlib.suppress(ClientGone, OSError):
+        with suppress(ClientGone, OSError):
             if self.abort:  # RST is the only sign of a cut that a client without framing can see
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
@@ -3927,7 +3928,7 @@ class Relay(BaseHTTPRequestHandler):
                 pass
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
-            with contextlib.suppress(ClientGone, OSError):
+            with suppress(ClientGone, OSError):
                 file.close()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -3958,7 +3959,7 @@ class Relay(BaseHTTPRequestHandler):
     def wait_for_server(self, events: int) -> None:
         """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
         self.flush()
-        happened, seconds = 0, self.proxy.config.read_timeout
+        happened, seconds = 0, self.config.read_timeout
         if not self.exchange.explained:
             happened = self.watch(events, min(QUIET_SECONDS, seconds))
             if not happened:
@@ -4012,7 +4013,7 @@ class Relay(BaseHTTPRequestHandler):
             return False
         if not TOKEN_START.match(start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
-        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.until = time.monotonic() + self.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
             self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
@@ -4152,13 +4153,11 @@ class Relay(BaseHTTPRequestHandler):
         """An answer of the proxy's own. send_response() would add Server and Date."""
         self._headers_buffer = []  # of an answer that was begun, and gives way to this one
         self.send_response_only(status)
-        told = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
-        told.update((name.decode(), value.decode()) for name, value in headers)
-        if status == 503:
-            told["Retry-After"] = "1"
-        if self.close_connection:
-            told["Connection"] = "close"
-        for item in told.items():
+        told = [("Content-Type", kind), ("Content-Length", str(len(body)))]
+        told += [("Cache-Control", "no-store"), *((n.decode(), v.decode()) for n, v in headers)]
+        told += [("Retry-After", "1")] * (status == 503)
+        told += [("Connection", "close")] * self.close_connection
+        for item in told:
             self.send_header(*item)
         self.end_headers()
         self.flush_headers()
@@ -4172,18 +4171,17 @@ class Relay(BaseHTTPRequestHandler):
         self._headers_buffer.append(b"\r\n")
 
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on, once, over a connection of its own, and relay the answer. A kept one
-        would save 0.1 ms, and llama-server closes it just when the next request goes out."""
+        """Send the request on, once, over a connection of its own, and relay the answer: those that
+        are kept, llama-server closes just when a request goes out."""
         backend = self.proxy.backend
         try:
             self.upstream = upstream = backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            text = (
-                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
-            )
-            raise Refused(status, f"{text} and is BACKEND_URL right? {USUAL_PORTS}") from None
+            text = f"The model server at {backend.name()} cannot be reached ({error})."
+            text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
+            raise Refused(status, text) from None
         try:
             self.relay(self.ask(upstream, exchange), exchange)
         finally:
@@ -4324,7 +4322,7 @@ class Backend:
         url = self.url
         return url.geturl() if url else " or ".join(CANDIDATES)
 
-    def locate(self) -> urllib.parse.SplitResult:
+    def locate(self) -> Url:
         """The server's URL. Raises OSError when none is set and none answers. One look a second
         serves all who wait."""
         with self.looking:
@@ -4338,7 +4336,7 @@ class Backend:
             raise ConnectionRefusedError("no server answers there")
         return url
 
-    def answers(self, url: urllib.parse.SplitResult) -> bool:
+    def answers(self, url: Url) -> bool:
         """Whether there is a model server."""
         if url.port == self.config.listen_port:  # that is this proxy
             return False
@@ -4414,7 +4412,7 @@ def described(found: Json) -> str:
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-def under(url: urllib.parse.SplitResult, target: str) -> str:
+def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
     if target == "*":
@@ -4428,14 +4426,14 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def http_connection(url: urllib.parse.SplitResult, timeout: float) -> http.client.HTTPConnection:
+def http_connection(url: Url, timeout: float) -> http.client.HTTPConnection:
     """For kvproxy's own questions."""
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "", url.port, timeout=timeout)
 
 
 def fetch(
-    url: urllib.parse.SplitResult,
+    url: Url,
     path: str,
     timeout: float,
     headers: Mapping[str, str] | None = None,
@@ -4455,7 +4453,7 @@ def fetch(
             text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
-    with contextlib.suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         return response.status, json.loads(text)
     return response.status, text
 
@@ -4477,7 +4475,7 @@ class Server(ThreadingHTTPServer):
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
         self.most_open = proxy.config.max_connections
-        with contextlib.suppress(ImportError):  # Windows sets no limit that matters here
+        with suppress(ImportError):  # Windows sets no limit that matters here
             import resource
 
             descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -4512,12 +4510,12 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
-            with contextlib.suppress(RuntimeError):  # can't start new thread
+            with suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
@@ -4526,7 +4524,7 @@ class Server(ThreadingHTTPServer):
 
     def make_room(self) -> bool:
         """End the connection that has been idle, or sending its request, for longest."""
-        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+        with suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
             oldest = next(iter(self.waiting))
             del self.waiting[oldest]
             self.open.discard(oldest)
@@ -4542,7 +4540,7 @@ class Server(ThreadingHTTPServer):
         """End idle connections, or all; returns how many are left."""
         for connection in list(self.open):
             if everything or connection not in self.busy:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         return len(self.open if everything else self.busy)
 
@@ -4616,7 +4614,7 @@ class Proxy:
                 return
             self.stopping = True
             self.warmup.stop()
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
             server.shutdown()
             server.server_close()
@@ -4706,7 +4704,7 @@ class Proxy:
         # What is nested too deeply, no server reads.
         with (
             self.faults_logged("a request could not be explained"),
-            contextlib.suppress(RecursionError),
+            suppress(RecursionError),
         ):
             prompt = Prompt(view, *told)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
@@ -4846,7 +4844,7 @@ class Proxy:
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address that a text is; None of any other."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         address = ipaddress.ip_address(host.split("%")[0])
         return getattr(address, "ipv4_mapped", None) or address
     return None
@@ -5076,7 +5074,7 @@ class Capture:
                 self.close()
 
     def close(self) -> None:
-        with self.guard, contextlib.suppress(OSError):
+        with self.guard, suppress(OSError):
             file, self.file = self.file, None
             if file is not None:
                 file.close()
@@ -5086,7 +5084,7 @@ class Capture:
         request, headers, body = exchange.request, dict[str, str](), None
         for name, value in request.headers.raw_items():
             headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             body = without_secret_members(parse(received))
         return {
             "method": request.method,
@@ -5108,7 +5106,7 @@ def open_private(path: str, mode: str) -> Any:
         path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
     )
     if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.fchmod(file.fileno(), 0o600)
     return file
 
@@ -5147,7 +5145,7 @@ class LogFile(logging.handlers.WatchedFileHandler):
             super().handleError(record)
         elif not self.told:
             self.told = True
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 told = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
                 print(told, file=sys.stderr)
 
@@ -5183,7 +5181,7 @@ class Prefill:
         """Give it up. The thread that waits for the answer wakes, and closes the connection."""
         self.closed = True
         if self.sock is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
 
     def begins(self, path: str, view: View) -> bool:
@@ -5192,7 +5190,7 @@ class Prefill:
             return False
         turns = self.body[view.dialect.turns][:-1]
         begun = [turn.item for turn in view.turns[: len(turns)]]
-        with contextlib.suppress(RecursionError):  # nested deeply
+        with suppress(RecursionError):  # nested deeply
             return begun == turns and front_members(view.body) == front_members(self.body)
         return False
 
@@ -5217,8 +5215,7 @@ class Warmup:
         self.over = threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
-        # The newest client's API key, in memory only; None: the server wants another one.
-        self.keys: dict[str, str] | None = {}
+        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
         self.state = "off"
         self.thread: threading.Thread | None = None
 
@@ -5253,7 +5250,7 @@ class Warmup:
     def write(self, text: str | None) -> None:
         """Write the file, whole or not at all; without a text only try to. Raises OSError."""
         name = self.path + ".tmp"
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(name)
         try:
             with open_private(name, "x") as file:
@@ -5261,7 +5258,7 @@ class Warmup:
             if text is not None:
                 os.replace(name, self.path)
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(name)
 
     def load(self) -> None:
@@ -5280,14 +5277,7 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
         self.due = dict(self.heads)
@@ -5354,10 +5344,8 @@ class Warmup:
     def run(self) -> None:
         wait = self.FIRST_WAIT
         while not self.over.wait(wait):
-            try:
+            with self.proxy.faults_logged("warm-up failed"):
                 self.step()
-            except Exception:
-                self.proxy.log.exception("warm-up failed")
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def step(self) -> None:
