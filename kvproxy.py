@@ -4623,7 +4623,8 @@ class Proxy:
                 while server.hang_up(everything) and time.monotonic() < until:
                     time.sleep(0.01)
             self.thread.join(5)
-            self.capture.close()
+            with suppress(OSError):
+                self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
@@ -5034,71 +5035,6 @@ def without_secret_members(body: Json) -> Json:
     return body
 
 
-class Capture:
-    """CAPTURE_FILE. A write that fails ends the capture, never the proxy."""
-
-    def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
-        self.log, self.guard = log, threading.RLock()  # close() takes it within write()
-        self.file: Any = None
-        self.size = 0
-
-    def open(self) -> None:
-        """Open the file, if one is wanted. Raises OSError."""
-        if not self.path or self.file is not None:
-            return
-        self.file = open_private(self.path, "a")
-        self.size = os.fstat(self.file.fileno()).st_size
-        if self.size:
-            with open(self.path, "rb") as written:
-                written.seek(-1, os.SEEK_END)
-                if written.read() != b"\n":  # half a line, after a crash or a full disk
-                    self.size += self.file.write("\n")
-
-    def write(self, exchange: Exchange) -> None:
-        """Append a finished request. A file that would get too long makes room for a new one."""
-        if self.file is None or exchange.received is None:
-            return
-        line = json.dumps(self.row(exchange, exchange.received), separators=(",", ":")) + "\n"
-        with self.guard:
-            try:
-                if self.size and self.size + len(line) > self.limit:
-                    self.close()
-                    os.replace(self.path, self.path + ".1")
-                    self.open()
-                if self.file is not None:  # nobody has closed it meanwhile
-                    self.size += self.file.write(line)
-                    self.file.flush()
-            except OSError as error:
-                self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
-                self.close()
-
-    def close(self) -> None:
-        with self.guard, suppress(OSError):
-            file, self.file = self.file, None
-            if file is not None:
-                file.close()
-
-    def row(self, exchange: Exchange, received: bytes | bytearray) -> Json:
-        """A request without secrets; of a body that is no JSON the size."""
-        request, headers, body = exchange.request, dict[str, str](), None
-        for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-        with suppress(ValueError, RecursionError):
-            body = without_secret_members(parse(received))
-        return {
-            "method": request.method,
-            "path": without_secrets(request.path),
-            "time": exchange.time,
-            "headers": headers,
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-            **({"body": body} if body is not None else {"bytes": len(received)}),
-        }
-
-
 def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read. Raises OSError."""
     private = functools.partial(os.open, mode=0o600)
@@ -5122,16 +5058,20 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
         raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
-class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE, for its owner only. A full disk costs one line on stderr. Raises ConfigError."""
+class PrivateFile(logging.FileHandler):
+    """A file that only its owner may read. A full disk costs one line, not one for each record."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.told = path, False
-        with stops_the_start("LOG_FILE", path):
-            super().__init__(os.path.expanduser(path))
+    told = False
+    tell: Callable[[str], None]
 
     def _open(self) -> Any:
-        return open_private(self.baseFilename, "a")
+        file = open_private(self.baseFilename, "a")
+        if os.fstat(file.fileno()).st_size:
+            with open(self.baseFilename, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    file.write("\n")
+        return file
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -5145,9 +5085,58 @@ class LogFile(logging.handlers.WatchedFileHandler):
             super().handleError(record)
         elif not self.told:
             self.told = True
-            with suppress(OSError):
-                told = f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}"
-                print(told, file=sys.stderr)
+            self.tell(f"{self.baseFilename} cannot be written: {fault}")
+
+
+class LogFile(PrivateFile, logging.handlers.WatchedFileHandler):
+    """LOG_FILE, opened anew after a rename (logrotate). Raises ConfigError."""
+
+    def __init__(self, path: str) -> None:
+        with stops_the_start("LOG_FILE", path):
+            super().__init__(os.path.expanduser(path))
+
+    def tell(self, text: str) -> None:
+        with suppress(OSError):
+            print("kvproxy: LOG_FILE:", text, file=sys.stderr)
+
+
+class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
+    """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
+
+    def __init__(self, config: Config, log: logging.Logger) -> None:
+        self.wanted, self.tell = (
+            bool(config.capture_file),
+            functools.partial(log.warning, "CAPTURE_FILE: %s"),
+        )
+        path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
+        super().__init__(path, maxBytes=size, backupCount=1, delay=True)
+
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if self.wanted:
+            self.stream = self._open()
+
+    def write(self, exchange: Exchange) -> None:
+        """Append a finished request, without secrets; of a body that is no JSON the size."""
+        request, received, headers = exchange.request, exchange.received, dict[str, str]()
+        if received is None or not self.wanted:
+            return
+        for name, value in request.headers.raw_items():
+            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+        row = {
+            "method": request.method,
+            "path": without_secrets(request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+            "bytes": len(received),
+        }
+        with suppress(ValueError, RecursionError):
+            row["body"] = without_secret_members(parse(received))
+        self.handle(logging.makeLogRecord({"msg": json.dumps(row, separators=(",", ":"))}))
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",

@@ -8904,7 +8904,7 @@ def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: 
 def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
-    one.proxy.capture.limit = 30000
+    one.proxy.capture.maxBytes = 30000
     for number in range(12):
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
     assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
@@ -8917,7 +8917,7 @@ def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     )  # larger than the limit: alone in its file
     assert len(ex_rows(path)) == 1
     second = rig(capture_file=str(path))  # what is there from before counts
-    second.proxy.capture.limit = 30000
+    second.proxy.capture.maxBytes = 30000
     ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
     if os.name == "posix":
@@ -8940,14 +8940,14 @@ def test_files_capture_trouble(
     if place == "breaks later":
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
 
-        class Full:
-            def write(self, text: str) -> None:
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
                 raise OSError(28, "No space left on device")
 
             def close(self) -> None:
                 raise OSError(28, "No space left on device")
 
-        one.proxy.capture.file = Full()
+        one.proxy.capture.stream = Full()
     answers: list[int] = []
     threads = [
         threading.Thread(
@@ -8962,7 +8962,7 @@ def test_files_capture_trouble(
     one.finished(8)
     assert answers == [200] * 8
     assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        f"capture stopped: {path} cannot be written"
+        f"CAPTURE_FILE: {path} cannot be written"
     )
 
 
@@ -9149,7 +9149,7 @@ def test_files_log_is_opened_anew_after_a_rename(
     log.warning("five")
     assert path.read_text().endswith("five\n")
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"kvproxy: LOG_FILE={str(path)!r} cannot be written: ")
+    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
