@@ -4702,11 +4702,8 @@ class Proxy:
             return
         agent = "x-claude-code-agent-id"
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
-        # What is nested too deeply, no server reads.
-        with (
-            self.faults_logged("a request could not be explained"),
-            suppress(RecursionError),
-        ):
+        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
+        with self.faults_logged("a request could not be explained"), unreadable:
             prompt = Prompt(view, *told)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
