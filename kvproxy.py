@@ -554,10 +554,13 @@ def bare(part: Json) -> Json:
 
 HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
 LIST_START = {
-    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+": ?))')
+    key: re.compile(rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))' % key.encode())
     for key in ("messages", "input")
 }
-ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
 class Reader:
@@ -568,14 +571,20 @@ class Reader:
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.size = 0  # bytes that these take, roughly
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, which costs one slow request."""
+        self.known: dict[bytes, Known] = {}  # by the bytes they were read from
+        self.followers: dict[int, tuple[Known, bytes]] = {}  # by the id() of the turn in front
+        self.bodies: dict[bytes, Json] = {}  # what stands beside the turns, by its bytes
+        self.size = 0  # bytes that the turns take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             try:
-                return self.split(raw.decode(), dialect)
+                return self.split(raw, dialect)
             except TooMany:
                 raise
             except (ValueError, RecursionError):
@@ -585,51 +594,76 @@ class Reader:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, text: str, dialect: Dialect) -> View:
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
         does not work out."""
         key = dialect.turns
-        found = LIST_START[key].search(text)
+        found = LIST_START[key].search(raw)
         if found is None:
             raise Unreadable("not the usual spelling")
-        turns, end = self.read(text, found.end(), found[1])
-        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+        turns, end = self.read(raw, found.end(), found[1])
+        rest = b'%s"%s":"%s"%s' % (raw[: found.start()], key.encode(), HOLE.encode(), raw[end:])
+        body = self.bodies.get(rest)
+        if body is None:
+            body = parse(rest)
+            if len(rest) <= 1 << 18:
+                remember(self.bodies, rest, body, 16)
         if body.get(key) != HOLE:
             raise Unreadable("the list is another's")
-        view = view_of({**body, key: []}, dialect)
+        body = {**body, key: []}
+        if isinstance(body.get(dialect.system), list):  # its texts may be edited
+            body[dialect.system] = copy.deepcopy(body[dialect.system])
+        view = view_of(body, dialect)
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
-    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
-        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
-        with `opening`, as a rule, so that known ones are found without parsing."""
-        border = ("}, " if opening.endswith(" ") else "},") + opening
+    def read(self, raw: bytes | bytearray, at: int, opening: bytes) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. What came
+        behind a turn before is tried first. Else a turn is looked for up to the next `opening`,
+        with which each begins, as a rule; only what is new is decoded and parsed."""
+        border = (b"}, " if opening.endswith(b" ") else b"},") + opening
         turns: list[Turn] = []
-        end = 0
+        before = 0
+        text, place, text_end = "", 0, at  # what was decoded, up to where in `raw`
         while True:
-            turn = None
-            if end <= at:  # each end is tried once, so that all tries together cost little
-                end = text.find(border, at) + 1 or len(text)
-                turn = self.known.get(text[at:end].encode())
-            if turn is not None:
-                at = end
-            else:
-                check_limit("turns", len(turns))
-                item, length = _parse_at(text, at)
-                turn = self.turn(item, text[at:length].encode())
-                at = length
-            turns.append(turn)
-            behind = ITEM_END.match(text, at)
-            if behind is None:
+            while at >= text_end and (follower := self.followers.get(before)):
+                (item, turn), comma = follower
+                end = at + len(item)
+                if not (raw.startswith(item, at) and raw.startswith(comma, end)):
+                    break
+                turns.append(turn)
+                before = id(turn)
+                at = end + len(comma)
+            check_limit("turns", len(turns))
+            if at >= text_end:
+                text, place, text_end = "", 0, raw.find(border, at) + 1 or len(raw)
+            found = None if text else self.known.get(bytes(raw[at:text_end]))
+            if found is None:
+                text = text or raw[at:text_end].decode()
+                try:
+                    parsed, stop = _parse_at(text, place)
+                except ValueError:  # it holds a list of its own with this opening
+                    text, place, text_end = raw[at:].decode(), 0, len(raw)
+                    parsed, stop = _parse_at(text, 0)
+                found = self.turn(parsed, text[place:stop].encode())
+                place = stop
+            turns.append(found[1])
+            end = at + len(found[0])
+            comma_or_end = ITEM_END.match(raw, end)
+            if comma_or_end is None:
                 raise Unreadable("not the usual spelling")
-            at = behind.end()
-            if behind[1] == "]":
+            at = comma_or_end.end()
+            if comma_or_end[1] == b"]":
                 return turns, at
+            if found[0] in self.known:
+                self.followers[before] = found, bytes(raw[end:at])
+            before = id(found[1])
+            place += at - end
 
-    def turn(self, item: Any, raw: bytes) -> Turn:
-        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's; what
+    def turn(self, item: Any, raw: bytes) -> Known:
+        """The turn with these bytes, and they. A new one is remembered, and scrubbed if it is a user's; what
         is cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
@@ -641,11 +675,11 @@ class Reader:
             turn.counts = self.scrubber.edit(turn, True)
         size = 1500 + 3 * len(raw)  # bytes, roughly
         if size <= self.limit:
-            if self.size + size > self.limit:  # start anew, which costs one slow request
-                self.known, self.size = {}, 0
-            self.known[raw] = turn
+            if self.size + size > self.limit:
+                self.forget()
+            self.known[raw] = raw, turn
             self.size += size
-        return turn
+        return raw, turn
 
 
 @dataclasses.dataclass
@@ -1502,6 +1536,8 @@ class Said(NamedTuple):
     size: int = 0  # characters of a user turn
 
 
+SILENT = Said(0, 0)
+NO_TURNS: list[Turn] = []
 NOTHING: dict[str, str] = {}
 
 
@@ -1509,25 +1545,26 @@ class Unit:
     """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
     unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = (
-        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
-        "words",
-    )  # fmt: skip
+    carriers: list[Turn] = NO_TURNS
+    inserted = NOTHING  # what kvproxy set down in it, by label
+    stored: Stored | None = None  # as it was sent before
+    dropped = False  # a carrier of it is not sent
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
-        self.carriers: list[Turn] = []
-        first = said[0] if said else Said(0, 0)
+        first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
-        self.inserted = NOTHING  # what kvproxy set down in it, by label
-        self.stored: Stored | None = None  # as it was sent before
-        self.dropped = False  # a carrier of it is not sent
 
     def add(self, turn: Turn, said: Said) -> None:
         """Take in another turn, or a carrier."""
-        (self.carriers if said.carrier else self.turns).append(turn)
+        if said.carrier:
+            if self.carriers is NO_TURNS:
+                self.carriers = []
+            self.carriers.append(turn)
+        else:
+            self.turns.append(turn)
         self.said.append(said)
 
     def sum_up(self) -> None:
@@ -1546,7 +1583,7 @@ class Unit:
         for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
             said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
             units.append(Unit("user", [turn], [said]))
-        self.carriers, self.said = [], self.said[: len(self.turns)]
+        self.carriers, self.said = NO_TURNS, self.said[: len(self.turns)]
         return units
 
     def blocks(self) -> list[Decoration]:
@@ -1759,7 +1796,7 @@ class Replay:
 
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
-            return Said(0, 0)
+            return SILENT
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
@@ -1950,14 +1987,17 @@ class Replay:
         record = Record(trace.conversation, newest, prefill)
         size = 500 + 150 * end
         for at, unit in enumerate(units[:end]):
+            old = unit.stored
+            if old is not None and old.turns is None and old.whole == unit.whole:
+                record.units.append(old)  # the usual case, in long histories
+                continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
-            old = unit.stored
             if old is None or old.whole != unit.whole:
                 stored = self.stored(unit, at >= newest, at == first, heard)
-            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
-                stored = old  # the usual case, in long histories
+            elif at >= newest or at == first or old.blocks or old.inserted:
+                stored = old
             else:
                 stored = old._replace(turns=None, carriers=())  # once history, it is settled
             record.units.append(stored)
@@ -2551,8 +2591,6 @@ class Tools:
             return
         listing = hash(json.dumps(tools))
         order = self.get(client, "unchanged", listing)
-        for name in order or ():
-            self.get(client, "form", name)  # it is in use
         if order is None or self.get(client, "order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)

@@ -3003,7 +3003,8 @@ def rp_rig() -> Iterator[Rig]:
         yield made
         reader, scrubber = made.proxy.reader, made.proxy.scrubber
         assert reader.known
-        for raw, turn in reader.known.items():  # requests share them: nobody may have changed one
+        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
+        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
             counts = scrubber.edit(fresh, True) if fresh.role == "user" else None
             assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
@@ -5023,10 +5024,10 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) 
     body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
     reader, parsed = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), rp_parsed(monkeypatch)
-    around = kvproxy.parse  # what stands around the turns comes as text, a whole body as bytes
+    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
 
     def partly(raw: Any) -> RpJson:
-        return around(raw) if isinstance(raw, str) else pytest.fail("parsed as a whole")
+        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
 
     monkeypatch.setattr(kvproxy, "parse", partly)
     before: list[kvproxy.Turn] = []
