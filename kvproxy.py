@@ -135,6 +135,7 @@ class Config:
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
+    learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
     lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
     replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
@@ -1269,6 +1270,15 @@ _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_CLOCK = (
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+)
+
+
 def lines(label: str, marker: str, pattern: str) -> Lift:
     """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
     compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
@@ -1439,25 +1449,252 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     return text, found
 
 
-def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them.
+# --- what was seen to vary ------------------------------------------------------------------------
 
-    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
-    """
-    if not replay.rows or not pays(view):
-        return []
-    if not any(replay.said(turn).speaks for turn in view.turns):
-        return []
-    found: list[Lifted] = []
-    for turn in view.system():
-        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-        if any(pieces for _, pieces in cut):
-            turn = view.replace(turn, turn.own())
-            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                slot.set(text)
-                found += pieces
-            drop_empty(view, turn)
-    return found
+ATOM = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # a sentence of a line, or what is left of the line
+SURE = re.compile(  # values that vary by themselves
+    rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
+    r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
+)
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
+    r"\s*(?:[|`+\u2502 ]*[\u251c\u2514]|[| ]*[|`+]-- ?|[MADRCTU?!]{1,2} \S*[./]\S*\Z"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S)"
+)
+LEARNED_SHAPES = 64
+LEARNED_BLOCK = 4096  # characters
+LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
+
+
+class Shape(NamedTuple):
+    """Something in system prompts that was seen to vary: a sentence or line of this form (values
+    are `#`), or else whatever stands between two texts that stay."""
+
+    form: str = ""
+    after: str = ""
+    before: str = ""
+
+    def name(self) -> str:
+        shown = self.form or f"what stands behind {self.after.strip()[-60:]!r}"
+        return f"learned: {shown[:100]}"
+
+    def pattern(self) -> str:
+        """A LIFT_REGEX for it."""
+        if self.form:
+            return ".+".join(map(re.escape, self.form.strip().split("#")))
+        return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
+
+    def row(self) -> Lift:
+        marker = max(self.form.split("#"), key=len) if self.form else self.after
+        return Lift(self.name(), marker, self.atoms if self.form else self.block, fenced=True)
+
+    def atoms(self, text: str) -> Iterator[Piece]:
+        """The sentences and lines of this form."""
+        marker, at = max(self.form.split("#"), key=len), 0
+        for _ in range(8):
+            if (at := text.find(marker, at)) < 0:
+                return
+            start = text.rfind("\n", 0, at) + 1
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            found = next((one for one in ATOM.finditer(text, start, end) if one.end() > at), None)
+            if found is None:
+                return
+            if form_of(found[0]) == self.form:
+                whole = found.span() == (start, end)
+                behind = text[found.end() : found.end() + 1]
+                more = behind == "\n" if whole else found.start() == start and behind == " "
+                yield [(found.start(), found.end() + more)], found[0].strip()
+            at = found.end()
+
+    def block(self, text: str) -> Iterator[Piece]:
+        """What stands between the two texts, which have to stand there once; it is told behind what
+        stands in front of it."""
+        at = text.find(self.after)
+        if at < 0 or text.find(self.after, at + 1) >= 0:
+            return
+        start = at + len(self.after)
+        end = text.find(self.before, start) if self.before else len(text)
+        if end < 0 or not text[start:end].strip() or end - start > LEARNED_BLOCK:
+            return
+        start += text.startswith("\n", start)
+        heading = self.after.strip() if len(self.after) <= 120 else ""
+        yield [(start, end)], f"{heading}\n{text[start:end].strip()}".strip()
+
+
+def sure_form(text: str) -> str:
+    """A text with # for each value that varies by itself: a clock, an id, a long number."""
+    return SURE.sub("#", text)
+
+
+def form_of(text: str) -> str:
+    """A text with # for each number as well."""
+    return NUMBER.sub("#", sure_form(text))
+
+
+class Change(NamedTuple):
+    """Where two system texts differ between two sentences or lines that stand once in both."""
+
+    after: str
+    before: str
+    gone: list[str]
+    new: list[str]
+
+
+def changes(old: list[str], new: list[str]) -> Iterator[Change]:
+    """What differs between two texts, given as sentences and lines. Linear in their number."""
+    counts = collections.Counter(old)
+    places = {atom: at for at, atom in enumerate(old) if counts[atom] == 1}
+    counts = collections.Counter(new)
+    after, left, right = "", -1, -1  # the last one that stays, and its places in both
+    stays = [(atom, at) for at, atom in enumerate(new) if counts[atom] == 1 and atom in places]
+    for atom, at in [*stays, ("", len(new))]:
+        place = places.get(atom, len(old))
+        if place <= left:
+            continue  # moved
+        if old[left + 1 : place] != new[right + 1 : at]:
+            yield Change(after, atom, old[left + 1 : place], new[right + 1 : at])
+        after, left, right = atom, place, at
+
+
+class Learner:
+    """Finds what varies in system prompts by comparing each new one with the closest before it.
+    Safe to use from many threads."""
+
+    def __init__(self, rows: tuple[Lift, ...]) -> None:
+        self.table = self.rows = rows
+        self.shapes: dict[Shape, None] = {}
+        self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
+        self.texts: dict[str, list[str]] = {}  # by the text, its sentences and lines
+        self.seen: dict[Any, int] = {}  # how often something changed
+        self.lock = threading.Lock()
+
+    def add(self, shapes: Iterable[Shape]) -> None:
+        """Lift these from now on."""
+        with self.lock:
+            for shape in shapes:
+                if len(self.shapes) < LEARNED_SHAPES and shape not in self.shapes:
+                    self.shapes[shape] = None
+                    self.news.append(shape)
+            self.rows = self.table + tuple(shape.row() for shape in self.shapes)
+
+    def read(self, text: str) -> bool:
+        """Compare a system text with the closest one before it; whether something was learned."""
+        rest = lift_text(text, self.rows)[0]
+        if rest in self.texts or len(rest) > LEARNED_TEXT:
+            return False
+        atoms = ATOM.findall(rest)
+        mine = set(atoms)
+        others = list(self.texts.values())
+        closest = max(others, key=lambda other: len(mine.intersection(other)), default=[])
+        found: list[Shape] = []
+        if 2 * len(mine.intersection(closest)) >= len(mine):
+            for change in changes(closest, atoms):
+                found += self.judge(change, atoms)
+        if found:
+            self.add(found)
+            before, self.texts = list(self.texts), {}
+            for old in before:  # what is lifted now differs no more
+                old = lift_text(old, self.rows)[0]
+                self.texts[old] = ATOM.findall(old)
+            rest = lift_text(text, self.rows)[0]
+            atoms = ATOM.findall(rest)
+        with self.lock:
+            self.texts[rest] = atoms
+            while len(self.texts) > 16:
+                self.texts.pop(next(iter(self.texts)))
+        return bool(found)
+
+    def judge(self, change: Change, atoms: list[str]) -> list[Shape]:
+        """What of a change varies, as far as one can know by now: values that vary by themselves,
+        and listings, at once; numbers, and blocks of any kind, when they change again."""
+        pairs = [one for one in zip(change.gone, change.new, strict=False) if one[0] != one[1]]
+        alike = len(change.gone) == len(change.new)
+        if alike and all(form_of(old) == form_of(new) for old, new in pairs):
+            sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
+            forms = [form_of(new) for _, new in pairs]
+            if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
+                return [Shape(form) for form in forms if sure or self.again(form)]
+        else:
+            changed = [*change.gone, *change.new]
+            sure = any(map(LISTED.match, changed))
+        place = self.borders(change, atoms)
+        return [place] if place and (sure or self.again(place)) else []
+
+    def again(self, key: Any) -> bool:
+        """Whether something changed before; from now on it did."""
+        remember(self.seen, key, self.seen.get(key, 0) + 1)
+        return self.seen[key] > 1
+
+    def borders(self, change: Change, atoms: list[str]) -> Shape | None:
+        """The block that a change is in: between two texts that stand once, outside of a listing.
+        None if that is larger than a block may be."""
+        counts = collections.Counter(atoms)
+        start = atoms.index(change.after) if change.after else -1
+        end = atoms.index(change.before) if change.before else len(atoms)
+        while start >= 0 and (LISTED.match(atoms[start]) or counts[atoms[start]] > 1):
+            start -= 1
+        while end < len(atoms) and (LISTED.match(atoms[end]) or counts[atoms[end]] > 1):
+            end += 1
+        size = sum(map(len, atoms[start + 1 : end]))
+        if start < 0 or size > LEARNED_BLOCK:
+            return None
+        return Shape("", atoms[start], atoms[end] if end < len(atoms) else "")
+
+
+class Lifter:
+    """Cuts volatile texts out of system prompts: what the table and the user name, and what was
+    seen to vary. Safe to use from many threads."""
+
+    def __init__(self, config: Config) -> None:
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
+        self.learner = Learner(LIFTS + own if config.lift else ())
+        self.learns = config.lift and config.learn
+        self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
+        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see choose()
+
+    def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
+        """lift_text() with a memory: conversations share their system prompts."""
+        known = self.known.get((text, id(rows)))
+        if known is None or known[0] is not rows:
+            known = rows, lift_text(text, rows)
+            if len(text) <= 1 << 17:
+                remember(self.known, (text, id(rows)), known, 16)
+        return known[1]
+
+    def choose(self, texts: list[str], conversation: int) -> tuple[Lift, ...]:
+        """The rows for a conversation's system texts. While these rows lead to the prompt that was
+        sent before, a running conversation keeps those that it began with; else it reads anew
+        anyway, with all that was learned, also from these very texts."""
+        rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
+        if sent and hash(tuple([self.cut(text, rows)[0] for text in texts])) == sent:
+            return rows
+        for text in texts:
+            self.learner.read(text)
+        rows = self.learner.rows
+        left = hash(tuple([self.cut(text, rows)[0] for text in texts]))
+        remember(self.begun, conversation, (rows, left))
+        return rows
+
+    def lift(self, view: View, conversation: int) -> list[Lifted]:
+        """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
+        `conversation`: a hash of the client and the first user's words."""
+        if not pays(view):
+            return []
+        turns = [(turn, turn.slots()) for turn in view.system()]
+        rows = self.learner.rows
+        if self.learns:
+            rows = self.choose([slot.get() for _, slots in turns for slot in slots], conversation)
+        found: list[Lifted] = []
+        for turn, slots in turns:
+            cut = [self.cut(slot.get(), rows) for slot in slots]
+            if any(pieces for _, pieces in cut):
+                turn = view.replace(turn, turn.own())
+                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
+                    slot.set(text)
+                    found += pieces
+                drop_empty(view, turn)
+        return found
 
 
 # ==================================================================================================
@@ -1755,23 +1992,12 @@ class Replay:
         self.lines = Lines(config.replay_mb << 20)
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
-        self.rows = LIFTS + own if config.lift else ()
-        self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
+        self.learns = config.learn
         self.roles: dict[int, bool] = {}  # see stays()
 
     def size(self) -> int:
         """Bytes held, roughly."""
         return self.lines.size + self.tools.size
-
-    def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory: conversations share their system prompts."""
-        known = self.lifts.get(text)
-        if known is None:
-            known = lift_text(text, self.rows)
-            if len(text) <= 1 << 17:
-                remember(self.lifts, text, known, 16)
-        return known
 
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
         """Whether a system message behind the first user text was seen to stay in a history before
@@ -2338,7 +2564,8 @@ class Editor:
     """All edits of a request's body, in order: scrub, roles, lift, replay."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+        self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
+        self.replay = Replay(config)
 
     def apply(
         self,
@@ -2365,7 +2592,11 @@ class Editor:
             system_first(view, report, stays)
         if not replays:
             return Trace(self.replay.conversation(view))
-        lifted = lift(view, self.replay)
+        said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
+        lifted = []
+        if any(one.speaks for one in said):  # else it could not be set down
+            first = next(one.words for one in said if one.words)
+            lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
         trace = self.replay.apply(view, lifted, report, client, size, learn)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
@@ -2945,13 +3176,6 @@ def alike(a: str, b: str) -> bool:
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
-_CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
-    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
-    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
-)
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
