@@ -1420,9 +1420,9 @@ def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         if inside is None:
             inside = fences(text)
-        start, end = piece[0][0]
+        start = piece[0][0][0]
         at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
-        if at == len(inside) or inside[at][0] >= end:
+        if at == len(inside) or inside[at][0] > start:
             yield piece
         elif at > tried:
             tried = at
@@ -1458,8 +1458,8 @@ SURE = re.compile(  # values that vary by themselves
 )
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
-    r"\s*(?:[|`+\u2502 ]*[\u251c\u2514]|[| ]*[|`+]-- ?|[MADRCTU?!]{1,2} \S*[./]\S*\Z"
-    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S)"
+    r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
 )
 LEARNED_SHAPES = 64
 LEARNED_BLOCK = 4096  # characters
@@ -1486,40 +1486,50 @@ class Shape(NamedTuple):
 
     def row(self) -> Lift:
         marker = max(self.form.split("#"), key=len) if self.form else self.after
-        return Lift(self.name(), marker, self.atoms if self.form else self.block, fenced=True)
+        return Lift(self.name(), marker, self.said if self.form else self.block)
 
-    def atoms(self, text: str) -> Iterator[Piece]:
-        """The sentences and lines of this form."""
+    def said(self, text: str) -> Iterator[Piece]:
+        """The lines of this form, or the sentences at the beginning or the end of a line."""
         marker, at = max(self.form.split("#"), key=len), 0
         for _ in range(8):
             if (at := text.find(marker, at)) < 0:
                 return
             start = text.rfind("\n", 0, at) + 1
-            end = text.find("\n", at)
-            end = len(text) if end < 0 else end
-            found = next((one for one in ATOM.finditer(text, start, end) if one.end() > at), None)
-            if found is None:
-                return
-            if form_of(found[0]) == self.form:
-                whole = found.span() == (start, end)
-                behind = text[found.end() : found.end() + 1]
-                more = behind == "\n" if whole else found.start() == start and behind == " "
-                yield [(found.start(), found.end() + more)], found[0].strip()
-            at = found.end()
+            end = text.find("\n", at) + 1 or len(text)
+            line = text[start:end].rstrip("\n")
+            atoms = ATOM.findall(line)
+            if form_of(line) == self.form:
+                yield [(start, end)], line.strip()
+            elif form_of(atoms[0]) == self.form:
+                yield [(start, start + len(atoms[0]) + 1)], atoms[0]
+            elif form_of(atoms[-1]) == self.form:
+                yield [(start + len(line) - len(atoms[-1]), start + len(line))], atoms[-1].strip()
+            at = end
 
     def block(self, text: str) -> Iterator[Piece]:
-        """What stands between the two texts, which have to stand there once; it is told behind what
-        stands in front of it."""
-        at = text.find(self.after)
-        if at < 0 or text.find(self.after, at + 1) >= 0:
+        """The lines between the two, which have to stand there once; it is told behind the line in
+        front of it."""
+        start = line_end(text, self.after)
+        if start < 0 or line_end(text, self.after, start) >= 0:
             return
-        start = at + len(self.after)
-        end = text.find(self.before, start) if self.before else len(text)
-        if end < 0 or not text[start:end].strip() or end - start > LEARNED_BLOCK:
+        end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
+        block = text[start:end].strip()
+        if end < start or not block or end - start > LEARNED_BLOCK:
             return
         start += text.startswith("\n", start)
         heading = self.after.strip() if len(self.after) <= 120 else ""
-        yield [(start, end)], f"{heading}\n{text[start:end].strip()}".strip()
+        yield [(start, end)], f"{heading}\n{block}".strip()
+
+
+def line_end(text: str, line: str, start: int = 0) -> int:
+    """Where a line of a text ends, without its newline; -1 if there is no such line."""
+    at = start
+    while (at := text.find(line, at)) >= 0:
+        end = at + len(line)
+        if text[max(0, at - 1) : at] in ("", "\n") and text[end : end + 1] in ("", "\n"):
+            return end
+        at = end
+    return -1
 
 
 def sure_form(text: str) -> str:
@@ -1532,8 +1542,19 @@ def form_of(text: str) -> str:
     return NUMBER.sub("#", sure_form(text))
 
 
+def changed_form(old: str, new: str) -> str:
+    """The form of the one sentence in which two lines of one form differ, if it is the first or the
+    last; else of the line."""
+    atoms = ATOM.findall(new)
+    others = ATOM.findall(old)
+    differ = [at for at, pair in enumerate(zip(others, atoms)) if pair[0] != pair[1]]  # noqa: B905
+    if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
+        return form_of(atoms[differ[0]])
+    return form_of(new)
+
+
 class Change(NamedTuple):
-    """Where two system texts differ between two sentences or lines that stand once in both."""
+    """Where two system texts differ between two lines that stand once in both."""
 
     after: str
     before: str
@@ -1542,19 +1563,31 @@ class Change(NamedTuple):
 
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
-    """What differs between two texts, given as sentences and lines. Linear in their number."""
+    """What differs between two texts, given as lines. Linear in their number."""
     counts = collections.Counter(old)
-    places = {atom: at for at, atom in enumerate(old) if counts[atom] == 1}
+    places = {line: at for at, line in enumerate(old) if counts[line] == 1}
     counts = collections.Counter(new)
+    stays = [(line, at) for at, line in enumerate(new) if counts[line] == 1 and line in places]
     after, left, right = "", -1, -1  # the last one that stays, and its places in both
-    stays = [(atom, at) for at, atom in enumerate(new) if counts[atom] == 1 and atom in places]
-    for atom, at in [*stays, ("", len(new))]:
-        place = places.get(atom, len(old))
+    for line, at in [*stays, ("", len(new))]:
+        place = places.get(line, len(old))
         if place <= left:
             continue  # moved
         if old[left + 1 : place] != new[right + 1 : at]:
-            yield Change(after, atom, old[left + 1 : place], new[right + 1 : at])
-        after, left, right = atom, place, at
+            yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
+        after, left, right = line, place, at
+
+
+class SystemText(NamedTuple):
+    """A system text in lines, without empty ones, and their forms."""
+
+    lines: list[str]
+    forms: frozenset[str]
+
+    @classmethod
+    def of(cls, text: str) -> SystemText:
+        found = [line for line in text.split("\n") if line.strip()]
+        return cls(found, frozenset(map(form_of, found)))
 
 
 class Learner:
@@ -1565,8 +1598,8 @@ class Learner:
         self.table = self.rows = rows
         self.shapes: dict[Shape, None] = {}
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
-        self.texts: dict[str, list[str]] = {}  # by the text, its sentences and lines
-        self.seen: dict[Any, int] = {}  # how often something changed
+        self.texts: dict[str, SystemText] = {}
+        self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
         self.lock = threading.Lock()
 
     def add(self, shapes: Iterable[Shape]) -> None:
@@ -1578,68 +1611,64 @@ class Learner:
                     self.news.append(shape)
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
-    def read(self, text: str) -> bool:
-        """Compare a system text with the closest one before it; whether something was learned."""
+    def read(self, text: str) -> None:
+        """Compare a system text with the closest one before it, and learn what varies."""
         rest = lift_text(text, self.rows)[0]
         if rest in self.texts or len(rest) > LEARNED_TEXT:
-            return False
-        atoms = ATOM.findall(rest)
-        mine = set(atoms)
+            return
+        mine = SystemText.of(rest)
         others = list(self.texts.values())
-        closest = max(others, key=lambda other: len(mine.intersection(other)), default=[])
+        closest = max(others, key=lambda one: len(mine.forms & one.forms), default=mine)
         found: list[Shape] = []
-        if 2 * len(mine.intersection(closest)) >= len(mine):
-            for change in changes(closest, atoms):
-                found += self.judge(change, atoms)
+        if 2 * len(mine.forms & closest.forms) >= len(mine.forms):
+            for change in changes(closest.lines, mine.lines):
+                shapes = self.judge(change, mine.lines)
+                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        known = list(self.texts)
         if found:
-            self.add(found)
-            before, self.texts = list(self.texts), {}
-            for old in before:  # what is lifted now differs no more
-                old = lift_text(old, self.rows)[0]
-                self.texts[old] = ATOM.findall(old)
+            self.add(found)  # what is lifted now differs no more
+            known, rest = [lift_text(old, self.rows)[0] for old in known], ""
             rest = lift_text(text, self.rows)[0]
-            atoms = ATOM.findall(rest)
-        with self.lock:
-            self.texts[rest] = atoms
-            while len(self.texts) > 16:
-                self.texts.pop(next(iter(self.texts)))
-        return bool(found)
+        kept = [*known, rest][-16:]
+        self.texts = {one: self.texts.get(one) or SystemText.of(one) for one in kept}
 
-    def judge(self, change: Change, atoms: list[str]) -> list[Shape]:
+    def judge(self, change: Change, lines: list[str]) -> list[Shape]:
         """What of a change varies, as far as one can know by now: values that vary by themselves,
-        and listings, at once; numbers, and blocks of any kind, when they change again."""
-        pairs = [one for one in zip(change.gone, change.new, strict=False) if one[0] != one[1]]
-        alike = len(change.gone) == len(change.new)
-        if alike and all(form_of(old) == form_of(new) for old, new in pairs):
-            sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
-            forms = [form_of(new) for _, new in pairs]
-            if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
-                return [Shape(form) for form in forms if sure or self.again(form)]
-        else:
-            changed = [*change.gone, *change.new]
-            sure = any(map(LISTED.match, changed))
-        place = self.borders(change, atoms)
-        return [place] if place and (sure or self.again(place)) else []
+        and listings, at once; numbers, and blocks of any kind, when they had three values."""
+        if len(change.gone) == len(change.new):
+            pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
+            if all(form_of(old) == form_of(new) for old, new in pairs):
+                sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
+                forms = [changed_form(old, new) for old, new in pairs]
+                if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
+                    named = zip(forms, pairs, strict=True)
+                    return [Shape(form) for form, pair in named if sure or self.varies(form, *pair)]
+                place = self.borders(change, lines)
+                return [place] if place and (sure or self.varies(place, *pairs[0])) else []
+        place = self.borders(change, lines)
+        sure = any(map(LISTED.match, [*change.gone, *change.new]))
+        varies = place and self.varies(place, tuple(change.gone), tuple(change.new))
+        return [place] if place and (sure or varies) else []
 
-    def again(self, key: Any) -> bool:
-        """Whether something changed before; from now on it did."""
-        remember(self.seen, key, self.seen.get(key, 0) + 1)
-        return self.seen[key] > 1
+    def varies(self, key: Any, old: Any, new: Any) -> bool:
+        """Whether something had three values by now: two may be two modes of a client."""
+        values = self.seen.get(key, frozenset()) | {hash(old), hash(new)}
+        remember(self.seen, key, values)
+        return len(values) > 2
 
-    def borders(self, change: Change, atoms: list[str]) -> Shape | None:
-        """The block that a change is in: between two texts that stand once, outside of a listing.
+    def borders(self, change: Change, lines: list[str]) -> Shape | None:
+        """The block that a change is in: between two lines that stand once, outside of a listing.
         None if that is larger than a block may be."""
-        counts = collections.Counter(atoms)
-        start = atoms.index(change.after) if change.after else -1
-        end = atoms.index(change.before) if change.before else len(atoms)
-        while start >= 0 and (LISTED.match(atoms[start]) or counts[atoms[start]] > 1):
+        counts = collections.Counter(lines)
+        start = lines.index(change.after) if change.after else -1
+        end = lines.index(change.before) if change.before else len(lines)
+        while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
             start -= 1
-        while end < len(atoms) and (LISTED.match(atoms[end]) or counts[atoms[end]] > 1):
+        while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
             end += 1
-        size = sum(map(len, atoms[start + 1 : end]))
-        if start < 0 or size > LEARNED_BLOCK:
+        if start < 0 or sum(map(len, lines[start + 1 : end])) > LEARNED_BLOCK:
             return None
-        return Shape("", atoms[start], atoms[end] if end < len(atoms) else "")
+        return Shape("", lines[start], lines[end] if end < len(lines) else "")
 
 
 class Lifter:
@@ -1710,10 +1739,21 @@ class Lifter:
 
 # Carriers are made of these decorations. Of the others alone a person may have typed a message.
 CARRIED = frozenset(
-    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+    (
+        "block",
+        "context",
+        "event",
+        "runtime",
+        "internal",
+        "reminder",
+        "environment",
+        "yours",
+        "tagged",
+    )
 )
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
@@ -1743,6 +1783,88 @@ def undress(text: str) -> tuple[list[Decoration], str]:
         check_limit("decorations of a text", len(found))
         end = text_end(text, start, at)
     return found, text[start:end]
+
+
+# What a program may have written at an end of a user text, though nobody described it: a block in
+# a tag, under a label in brackets, or of labelled JSON; a time in brackets. It counts as a part of
+# the text everywhere but where a client takes it out of its history, or puts a time in.
+PROGRAM_BLOCK = 8192  # characters, at most
+TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
+END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
+LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
+TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
+JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
+
+
+def program_lead(text: str, at: int) -> int:
+    """Where a block that a program may have written at text[at] ends; `at` if there is none."""
+    room = at + PROGRAM_BLOCK
+    if tag := TAG.match(text, at):
+        end = text.find(f"</{tag[1]}>", tag.end(), room) + len(tag[1]) + 3
+        return end if end > tag.end() and text[end : end + 1] in ("", " ", "\n") else at
+    if label := JSON_LABEL.match(text, at):
+        end = text.find("\n```", label.end(), room)
+        return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
+    label = LABEL.match(text, at)
+    if label:
+        end = text.find("\n[/", label.end(), room)
+        close = text.find("]", end, room) if end >= 0 else -1
+        if close >= 0 and label[1].startswith(text[end + 3 : close]):
+            return close + 1
+    if time := TIME_LABEL.match(text, at):
+        return time.end()
+    if label and ": " not in label[1]:
+        return max(at, text.find("\n\n", label.end(), room))
+    return label.end() if label else at
+
+
+def program_tail(text: str, start: int, end: int) -> int:
+    """Where a block that a program may have written at the end of text[start:end] begins; `end` if
+    there is none."""
+    room = max(start, end - PROGRAM_BLOCK)
+    at = -1
+    if tag := END_TAG.search(text, max(start, end - 70), end):
+        at = text.rfind(f"\n<{tag[1]}", room, tag.start())
+    elif text.endswith("}", start, end):
+        at = text.rfind("\n[", room, end)
+        label = LABEL.match(text, at + 1)
+        at = at if label and text.startswith("\n{", label.end()) else -1
+    elif text.endswith("\n```", start, end):
+        at = text.rfind(":\n```json\n", room, end)
+        at = text.rfind("\n", room, at) if at >= 0 else -1
+    elif text.endswith("]", start, end):
+        at = text.rfind("\n[", room, end)
+        if text.startswith("\n[/", at):
+            at = text.rfind("\n[" + text[at + 3 : end - 1], room, at)
+        elif not TIME_LABEL.match(text, at + 1, end):
+            at = -1
+    if at < 0:
+        at = text.rfind("\n\n[", room, end)
+        label = LABEL.match(text, at + 2, end) if at >= 0 else None
+        at = at + 1 if label and text.find("\n\n", at + 2, end) < 0 else -1
+    return at + 1 if at >= start else end
+
+
+def strip_programs(text: str) -> tuple[list[Decoration], str]:
+    """undress() that takes what looks like a program's own for decorations as well. The kind is
+    program, or tagged where a message of nothing else is most likely no person's."""
+    found: list[Decoration] = []
+    while True:
+        start = len(text) - len(text.lstrip())
+        end = program_lead(text, start)
+        block, rest = text[start:end], text[end:]
+        if end == start:
+            end = text_end(text, start, len(text))
+            at = program_tail(text, start, end)
+            block, rest = text[at:end], text[:at]
+        if not block:
+            return found, text
+        check_limit("decorations of a text", len(found))
+        tag = TAG.match(block)
+        named = tag is not None and not tag[1].isalnum()
+        found.append(("tagged" if named else "program", block.strip()))
+        more, text = undress(rest)
+        found += more
 
 
 def text_end(text: str, start: int, end: int) -> int:
@@ -2042,19 +2164,22 @@ class Replay:
             blocks=tuple(blocks),
             carrier=carrier,
             speaks=bool(text) or more,
-            opening=digest(text),
+            opening=digest(*[block for kind, block in blocks if kind in UNNAMED], text),
             calls=calls_of(turn),
             size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that knows the user's own decorations as well."""
+        """undress() that knows the user's own decorations as well, and finds those of programs."""
         blocks, words = undress(text)
         for pattern in self.patterns:
             found = [match.group().strip() for match in pattern.finditer(words)]
             if any(found):
                 more, words = undress(pattern.sub("", words).strip())
                 blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        if self.learns:
+            more, words = strip_programs(words)
+            blocks = [*blocks, *more]
         return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
@@ -2350,6 +2475,11 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     theirs = collections.Counter([text for _, text in stored.blocks])
     if mine in (theirs, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
+    added = mine - theirs
+    if place >= newest and added and all(map(MESSAGE_TIME.fullmatch, added)):
+        told = "\n".join(theirs)  # once a message is history, a client adds when it came
+        if all(date in told for text in added for date in DATE.findall(text)):
+            mine &= theirs
     if mine <= theirs:
         if place < newest:
             return False  # once history, it has been settled
@@ -2459,6 +2589,11 @@ def storable(turn: Turn) -> Turn:
 
 # --- lifted text ----------------------------------------------------------------------------------
 
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+MESSAGE_TIME = re.compile(
+    r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
+    r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
+)
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
 
 
@@ -2595,7 +2730,7 @@ class Editor:
         said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
         lifted = []
         if any(one.speaks for one in said):  # else it could not be set down
-            first = next(one.words for one in said if one.words)
+            first = next((one.words for one in said if one.words), 0)
             lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
         trace = self.replay.apply(view, lifted, report, client, size, learn)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)

@@ -4673,7 +4673,7 @@ def test_replay_memory_is_bounded() -> None:
         desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 50 < len(lines.used) < 250 and len(desk.replay.lifts) <= 16
+    assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
     assert tools.size == sum(size for _, size in tools.entries.values())
 
