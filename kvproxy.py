@@ -1456,11 +1456,14 @@ SURE = re.compile(  # values that vary by themselves
     rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
     r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
 )
+MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
     r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
     r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
 )
+LEARNED = "learned: "  # begins the labels of what was seen to vary
+BLOCK = LEARNED + "block "
 LEARNED_SHAPES = 64
 LEARNED_BLOCK = 4096  # characters
 LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
@@ -1475,8 +1478,11 @@ class Shape(NamedTuple):
     before: str = ""
 
     def name(self) -> str:
-        shown = self.form or f"what stands behind {self.after.strip()[-60:]!r}"
-        return f"learned: {shown[:100]}"
+        return (
+            f"{LEARNED}{self.form.strip()}"
+            if self.form
+            else f"{BLOCK}between {self.after!r} and {self.before!r}"
+        )
 
     def pattern(self) -> str:
         """A LIFT_REGEX for it."""
@@ -1532,9 +1538,14 @@ def line_end(text: str, line: str, start: int = 0) -> int:
     return -1
 
 
+def lines_of(text: str) -> list[str]:
+    """Its lines, without empty ones."""
+    return [line for line in text.split("\n") if line.strip()]
+
+
 def sure_form(text: str) -> str:
     """A text with # for each value that varies by itself: a clock, an id, a long number."""
-    return SURE.sub("#", text)
+    return SURE.sub("#", text) if MAY_VARY.search(text) else text
 
 
 def form_of(text: str) -> str:
@@ -1578,18 +1589,6 @@ def changes(old: list[str], new: list[str]) -> Iterator[Change]:
         after, left, right = line, place, at
 
 
-class SystemText(NamedTuple):
-    """A system text in lines, without empty ones, and their forms."""
-
-    lines: list[str]
-    forms: frozenset[str]
-
-    @classmethod
-    def of(cls, text: str) -> SystemText:
-        found = [line for line in text.split("\n") if line.strip()]
-        return cls(found, frozenset(map(form_of, found)))
-
-
 class Learner:
     """Finds what varies in system prompts by comparing each new one with the closest before it.
     Safe to use from many threads."""
@@ -1598,7 +1597,7 @@ class Learner:
         self.table = self.rows = rows
         self.shapes: dict[Shape, None] = {}
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
-        self.texts: dict[str, SystemText] = {}
+        self.texts: dict[str, list[str]] = {}  # by the text, its lines
         self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
         self.lock = threading.Lock()
 
@@ -1616,21 +1615,25 @@ class Learner:
         rest = lift_text(text, self.rows)[0]
         if rest in self.texts or len(rest) > LEARNED_TEXT:
             return
-        mine = SystemText.of(rest)
+        mine = lines_of(rest)
+        apart = set(mine)
         others = list(self.texts.values())
-        closest = max(others, key=lambda one: len(mine.forms & one.forms), default=mine)
+        closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
         found: list[Shape] = []
-        if 2 * len(mine.forms & closest.forms) >= len(mine.forms):
-            for change in changes(closest.lines, mine.lines):
-                shapes = self.judge(change, mine.lines)
-                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        apart.difference_update(closest)
+        alike = 2 * len(apart) <= len(mine) or list(map(form_of, mine)) == list(
+            map(form_of, closest)
+        )
+        for change in changes(closest, mine) if closest and alike else ():
+            shapes = self.judge(change, mine)
+            found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
         known = list(self.texts)
         if found:
             self.add(found)  # what is lifted now differs no more
-            known, rest = [lift_text(old, self.rows)[0] for old in known], ""
+            known = [lift_text(old, self.rows)[0] for old in known]
             rest = lift_text(text, self.rows)[0]
         kept = [*known, rest][-16:]
-        self.texts = {one: self.texts.get(one) or SystemText.of(one) for one in kept}
+        self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
 
     def judge(self, change: Change, lines: list[str]) -> list[Shape]:
         """What of a change varies, as far as one can know by now: values that vary by themselves,
@@ -1714,16 +1717,17 @@ class Lifter:
         rows = self.learner.rows
         if self.learns:
             rows = self.choose([slot.get() for _, slots in turns for slot in slots], conversation)
-        found: list[Lifted] = []
+        found: dict[str, str] = {}
         for turn, slots in turns:
             cut = [self.cut(slot.get(), rows) for slot in slots]
             if any(pieces for _, pieces in cut):
                 turn = view.replace(turn, turn.own())
                 for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                    slot.set(text)
-                    found += pieces
+                    if found.keys().isdisjoint(label for label, _ in pieces):  # else it stays
+                        slot.set(text)
+                        found.update(pieces)
                 drop_empty(view, turn)
-        return found
+        return list(found.items())
 
 
 # ==================================================================================================
@@ -2243,7 +2247,8 @@ class Replay:
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
             if restored_bytes([units[at] for at in kept]) > size + SLACK:
-                self.overflowed(Trace(line=match.line))
+                if learn:
+                    self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
@@ -2589,6 +2594,7 @@ def storable(turn: Turn) -> Turn:
 
 # --- lifted text ----------------------------------------------------------------------------------
 
+LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 MESSAGE_TIME = re.compile(
     r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
@@ -2634,7 +2640,11 @@ def settle_insertions(
             for label, text in stored.inserted.items() if stored else ():
                 standing[label] = text
                 since.setdefault(label, at)
-        gone = [since[label] for label in standing if label not in wanted]
+        gone = [
+            since[label]
+            for label, text in standing.items()
+            if label not in wanted or (BLOCK in label and withdraws(text, wanted[label]))
+        ]
         if gone:
             depth = min(gone)
             continue
@@ -2649,6 +2659,18 @@ def settle_insertions(
             depth = target
             continue
         return depth, pending
+
+
+def withdraws(before: str, after: str) -> bool:
+    """Whether a block has fewer lines than it had, or none with a label that it had; those of
+    listings come and go."""
+
+    def labels(lines: Iterable[str]) -> collections.Counter[str]:
+        forms = [form_of(line) for line in lines if not LISTING.match(line)]
+        return collections.Counter([form.partition(":")[0] * (":" in form) for form in forms])
+
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    return bool(labels((old - new).elements()) - labels((new - old).elements()))
 
 
 def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
@@ -2957,6 +2979,8 @@ class Tools:
             return
         listing = hash(json.dumps(tools))
         order = self.get(client, "unchanged", listing)
+        for name in order or ():
+            self.get(client, "form", name)  # it is in use
         if order is None or self.get(client, "order", frozenset(order)) is None:
             names = [hash(_sorted_json(bare(tool))) for tool in tools]
             known = set(names)
