@@ -1503,13 +1503,14 @@ class Shape(NamedTuple):
             start = text.rfind("\n", 0, at) + 1
             end = text.find("\n", at) + 1 or len(text)
             line = text[start:end].rstrip("\n")
-            atoms = ATOM.findall(line)
-            if form_of(line) == self.form:
+            first = ATOM.match(line)
+            last = line.rfind(". ") + 1
+            if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
                 yield [(start, end)], line.strip()
-            elif form_of(atoms[0]) == self.form:
-                yield [(start, start + len(atoms[0]) + 1)], atoms[0]
-            elif form_of(atoms[-1]) == self.form:
-                yield [(start + len(line) - len(atoms[-1]), start + len(line))], atoms[-1].strip()
+            elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
+                yield [(start, start + first.end() + 1)], first[0]
+            elif form_of(line[last:][:LEARNED_BLOCK]) == self.form:
+                yield [(start + last, start + len(line))], line[last:].strip()
             at = end
 
     def block(self, text: str) -> Iterator[Piece]:
@@ -1572,6 +1573,9 @@ class Change(NamedTuple):
     gone: list[str]
     new: list[str]
 
+    def size(self) -> int:
+        return 100 + sum(map(len, self.gone)) + sum(map(len, self.new))
+
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
     """What differs between two texts, given as lines. Linear in their number."""
@@ -1619,14 +1623,16 @@ class Learner:
         apart = set(mine)
         others = list(self.texts.values())
         closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
-        found: list[Shape] = []
         apart.difference_update(closest)
-        alike = 2 * len(apart) <= len(mine) or list(map(form_of, mine)) == list(
-            map(form_of, closest)
-        )
-        for change in changes(closest, mine) if closest and alike else ():
-            shapes = self.judge(change, mine)
-            found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        alike = 2 * len(apart) <= len(mine)
+        if not alike and len(rest) <= LEARNED_BLOCK:
+            alike = list(map(form_of, mine)) == list(map(form_of, closest))
+        found: list[Shape] = []
+        differing = list(changes(closest, mine)) if closest and alike else []
+        if sum(change.size() for change in differing) <= 4 * LEARNED_BLOCK:
+            for change in differing:
+                shapes = self.judge(change, mine)
+                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
         known = list(self.texts)
         if found:
             self.add(found)  # what is lifted now differs no more

@@ -2233,7 +2233,7 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def scrub_work(text: str) -> None:
     """All that looks for something in a text."""
-    kvproxy.undress(text)
+    kvproxy.strip_programs(text)
     kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
     body = {"messages": scrub_turns(("system", text), ("user", text))}
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
@@ -15454,6 +15454,8 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     history is restored only behind the answer that was heard. The numbers are the server's own."""
     script = [
         after["messages"][len(before["messages"]) - 1]
+        if len(after["messages"]) > len(before["messages"])
+        else {"role": "assistant", "content": "That is all."}
         for before, after in itertools.pairwise(bodies)
     ]
 
@@ -15535,6 +15537,45 @@ def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[s
             {"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)}
         )
     return requests
+
+
+def invented_client(mark: str) -> list[dict[str, Any]]:
+    """Two conversations of a client that no table knows: an id that changes on each turn stands
+    near the front, and a block behind the newest text that is gone from the history."""
+    system = real_system(mark, 700).split("\n", 1)
+    requests = []
+    for talk in range(2):
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            job = f"Your job is {0x7F3A9C1B2D00 + 16 * talk + turn:x}."
+            front = {"role": "system", "content": "\n".join([system[0], job, system[1]])}
+            said = f"Talk {talk}, question {turn}: {kvproxy.filler(20, turn)}"
+            state = f"\n\n<desk_state>\nstep {turn}: {kvproxy.filler(20, 7)}\n</desk_state>"
+            newest = {"role": "user", "content": said + state}
+            body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat")}
+            requests.append({**body, "messages": [front, *messages, newest]})
+            answer = f"Answer {turn} of talk {talk} is this."
+            messages += [
+                {"role": "user", "content": said},
+                {"role": "assistant", "content": answer},
+            ]
+    return requests
+
+
+def test_real_invented_client_is_learned(llama: Llama) -> None:
+    """After the first change only what is new is read, in this conversation and the next."""
+    straight = [real_post(llama.url, PATHS["chat"], body) for body in invented_client("Ann")]
+    bodies = invented_client("Bob")
+    with (
+        scripted_answers(llama.url, bodies) as url,
+        Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy,
+    ):
+        through = [real_post(proxy.url, PATHS["chat"], body) for body in bodies]
+    show("an invented client", straight, through)
+    for prompt, read in straight[1:]:
+        assert read > 0.9 * prompt
+    for prompt, read in through[2:]:
+        assert read < 0.2 * prompt
 
 
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
