@@ -1614,11 +1614,11 @@ class Learner:
                     self.news.append(shape)
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
-    def read(self, text: str) -> None:
-        """Compare a system text with the closest one before it, and learn what varies."""
-        rest = lift_text(text, self.rows)[0]
+    def read(self, text: str, rest: str) -> bool:
+        """Compare a system text with the closest one before it, and learn what varies; whether
+        something was learned. `rest` is the text after all lifts."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
-            return
+            return False
         mine = lines_of(rest)
         apart = set(mine)
         others = list(self.texts.values())
@@ -1640,6 +1640,7 @@ class Learner:
             rest = lift_text(text, self.rows)[0]
         kept = [*known, rest][-16:]
         self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
+        return bool(found)
 
     def judge(self, change: Change, lines: list[str]) -> list[Shape]:
         """What of a change varies, as far as one can know by now: values that vary by themselves,
@@ -1700,39 +1701,39 @@ class Lifter:
                 remember(self.known, (text, id(rows)), known, 16)
         return known[1]
 
-    def choose(self, texts: list[str], conversation: int) -> tuple[Lift, ...]:
-        """The rows for a conversation's system texts. While these rows lead to the prompt that was
-        sent before, a running conversation keeps those that it began with; else it reads anew
-        anyway, with all that was learned, also from these very texts."""
+    def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
+        """The system texts of a conversation, each cut. While its old rows lead to the prompt that
+        was sent before, a running conversation keeps those that it began with; else it is read
+        anew anyway, and gets all that was learned, also from these very texts."""
         rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
-        if sent and hash(tuple([self.cut(text, rows)[0] for text in texts])) == sent:
-            return rows
-        for text in texts:
-            self.learner.read(text)
-        rows = self.learner.rows
-        left = hash(tuple([self.cut(text, rows)[0] for text in texts]))
-        remember(self.begun, conversation, (rows, left))
-        return rows
+        cut = [self.cut(text, rows) for text in texts]
+        if not self.learns or sent == hash(tuple([rest for rest, _ in cut])):
+            return cut
+        if rows is not self.learner.rows:
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        if any([self.learner.read(text, rest) for text, (rest, _) in zip(texts, cut, strict=True)]):
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        left = hash(tuple([rest for rest, _ in cut]))
+        remember(self.begun, conversation, (self.learner.rows, left))
+        return cut
 
     def lift(self, view: View, conversation: int) -> list[Lifted]:
         """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
         `conversation`: a hash of the client and the first user's words."""
         if not pays(view):
             return []
-        turns = [(turn, turn.slots()) for turn in view.system()]
-        rows = self.learner.rows
-        if self.learns:
-            rows = self.choose([slot.get() for _, slots in turns for slot in slots], conversation)
+        turns = [turn for turn in view.system() if turn.slots()]
+        texts = [slot.get() for turn in turns for slot in turn.slots()]
+        cut = iter(self.cut_all(texts, conversation))
         found: dict[str, str] = {}
-        for turn, slots in turns:
-            cut = [self.cut(slot.get(), rows) for slot in slots]
-            if any(pieces for _, pieces in cut):
-                turn = view.replace(turn, turn.own())
-                for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                    if found.keys().isdisjoint(label for label, _ in pieces):  # else it stays
-                        slot.set(text)
-                        found.update(pieces)
-                drop_empty(view, turn)
+        for turn in turns:
+            count, own = len(found), turn.own()
+            for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
+                if found.keys().isdisjoint(label for label, _ in pieces):
+                    slot.set(text)  # else another part has such a line, and this one stays
+                    found.update(pieces)
+            if len(found) > count:
+                drop_empty(view, view.replace(turn, own))
         return list(found.items())
 
 
