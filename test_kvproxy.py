@@ -14096,7 +14096,7 @@ def test_warmup_file_written_by_many_threads_stays_whole(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning")
+    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
 
     def client(name: int) -> None:
         for number in range(4):
