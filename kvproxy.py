@@ -104,12 +104,10 @@ class ConfigError(ValueError):
     """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
-    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
-    or the `kind` says it (host, url, regex)."""
-    if span:
-        check["low"], check["high"] = span
-    return dataclasses.field(default=default, metadata={"help": help, **check})
+def setting(default: Any, help: str, *span: float, choices: Sequence[str] = ()) -> Any:
+    """A Config field with its help; allowed is what lies within `span` or is among `choices`."""
+    allowed = {"help": help, "span": span, "choices": choices}
+    return dataclasses.field(default=default, metadata=allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +117,9 @@ class Config:
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
 
-    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
+    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
-    backend_url: str = setting(
-        "", "model server; unset: what answers on 127.0.0.1:8080, :9931 or :12345", kind="url"
-    )
+    backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
     strip_message_ids: str = setting(
         "system", "drop OpenClaw's ids; 1: from user texts, too", choices=("0", "1", "system")
@@ -132,12 +128,12 @@ class Config:
         "auto", "drop OpenClaw's time stamps; auto: only with REPLAY=0", choices=("auto", "0", "1")
     )
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
-    strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
+    strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
-    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
+    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns")
     replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
     ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
     keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
@@ -158,7 +154,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            _check(item, item.name.upper(), getattr(self, item.name))
+            value = getattr(self, item.name)
+            if fault := _fault(item, value):
+                raise ConfigError(f"{item.name.upper()}={value!r}: {fault}")
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
@@ -172,16 +170,14 @@ class Config:
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            for name in _variables(item, environ):
-                if not (text := environ[name].strip()):
-                    continue
-                if item.metadata.get("kind") == "regex":
-                    value: Any = (environ[name],)
-                    values[item.name] = values.get(item.name, ()) + value
-                else:
-                    value = values[item.name] = _convert(item, text)
-                _check(item, name, value, environ[name])
+        for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
+            item, text = setting_of(name), environ[name]
+            if item is None or not text.strip():
+                continue
+            if item.default == ():
+                values[item.name] = (*values.get(item.name, ()), text)
+            else:
+                values[item.name] = _convert(item, text.strip())
         return cls(**values)
 
     @classmethod
@@ -191,22 +187,23 @@ class Config:
         for item in dataclasses.fields(cls):
             name, default, about = item.name.upper(), item.default, item.metadata["help"]
             if default == ():
-                rows.append((name, "", f"{about}; more: {name}_2, _3, ..."))
-            else:
-                rows.append((name, str(default) if type(default) is str else f"{default:g}", about))
+                default, about = "", f"{about}; more: {name}_2, _3, ..."
+            rows.append((name, default if type(default) is str else f"{default:g}", about))
         return rows
 
 
-def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
-    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
-    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
-    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
+BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+def setting_of(variable: str) -> dataclasses.Field[Any] | None:
+    """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
+    match = VARIABLE.fullmatch(variable)
+    item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
+    return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -215,14 +212,8 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
         close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not is_setting(variable):
+        if close and not setting_of(variable):
             yield variable, close[0]
-
-
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
-_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
-_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
-_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
 def _convert(item: dataclasses.Field[Any], text: str) -> Any:
@@ -232,36 +223,30 @@ def _convert(item: dataclasses.Field[Any], text: str) -> Any:
     if isinstance(item.default, (int, float)):
         with contextlib.suppress(ValueError):
             return type(item.default)(text)
-    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
+    if item.name == "backend_url" and BARE_URL.fullmatch(text):
         return "http://" + text
-    return text.lower() if "choices" in item.metadata else text
-
-
-def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
-    if fault := _fault(item, value):
-        raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
+    return text.lower() if item.metadata["choices"] else text
 
 
 def _fault(item: dataclasses.Field[Any], value: Any) -> str:
     """What is wrong with a setting's value, or nothing."""
-    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
+    wanted, span, choices = type(item.default), item.metadata["span"], item.metadata["choices"]
     types = (int, float) if wanted is float else wanted
     if value not in (0, 1) if wanted is bool else not isinstance(value, types):
         return f"must be {_TYPES[wanted]}"
-    if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
-        return f"must be from {check['low']} to {check['high']}"
-    if "choices" in check and value not in check["choices"]:
-        return "must be one of " + ", ".join(check["choices"])
-    if kind == "host" and not _is_host(value):
+    if span and not span[0] <= value <= span[1]:  # NaN fails both comparisons
+        return f"must be from {span[0]} to {span[1]}"
+    if choices and value not in choices:
+        return "must be one of " + ", ".join(choices)
+    if item.name == "listen_host" and not _is_host(value):
         return "must be an address or a host name"
-    if kind == "url" and value and not _is_url(value):
+    if item.name == "backend_url" and value and not _is_url(value):
         return "must be http://host[:port][/prefix] or https://..."
-    for pattern in value if kind == "regex" else ():
+    for pattern in value if wanted is tuple else ():
         try:
             re.compile(pattern)
         except (re.error, TypeError, OverflowError, RecursionError) as error:
-            return f"must be a Python regular expression: {error}"
+            return f"{pattern!r} is no Python regular expression: {error}"
     return ""
 
 
@@ -6732,7 +6717,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and is_setting(name.upper()):
+        if equals and setting_of(name.upper()):
             settings[name.upper()] = value
         elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
             raise ConfigError(f"{name} is no setting{nearest(name)}")
