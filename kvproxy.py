@@ -272,8 +272,7 @@ def _is_url(value: str) -> bool:
 
 
 class Dialect(NamedTuple):
-    """Where a request's prompt is. `system` and `turns` name keys of the body; `text` is the type
-    of a new text part."""
+    """A request's shape: the body's keys for system text and turns, the type of a text part."""
 
     name: str
     system: str
@@ -295,10 +294,8 @@ DIALECT_PATH = re.compile(
     re.ASCII,
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
-)
+UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
+                "reasoning", "reasoning_text", "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
@@ -329,22 +326,20 @@ class Slot(NamedTuple):
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
-    for text beside it.
+    for text beside it. Requests share turns, with what was found out about them, so only an own()
+    copy may be edited."""
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
-    turn share it, with what was found out about it, so only an own() copy may be changed."""
-
-    role: str
+    role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
     key: str
     item: Json | None
     raw: bytes | None = None  # the item as JSON
-    counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
+    scrubbed: Scrubbed | None = None
     said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
-        """A copy that may be changed."""
+        """A copy that may be edited."""
         if self.item is None:
             return self
         item = dict(self.item)
@@ -354,7 +349,7 @@ class Turn:
 
     def changed(self) -> None:
         """Forget what was found out about it."""
-        self.raw = self.said = self.told = None
+        self.raw = self.scrubbed = self.said = self.told = None
 
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
@@ -368,8 +363,7 @@ class Turn:
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, in order; tool calls and tool results are
-        not among them."""
+        """The texts that a person or the client wrote, not tool calls and their results."""
         content = self.holder.get(self.key)
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
@@ -387,8 +381,8 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text that stands beside the list; `turns` are the
-    list's entries, which are only in `body` itself after store()."""
+    """A request body as turns. `head` is system text beside the list; `turns` are the list's
+    entries, which are only in `body` itself after store()."""
 
     body: Json
     dialect: Dialect
@@ -399,7 +393,7 @@ class View:
         return self.head + self.turns
 
     def leading(self) -> int:
-        """How many turns at the start of the list are system or developer messages."""
+        """How many turns at the start of the list are system messages."""
         others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
         return next(others, len(self.turns))
 
@@ -443,20 +437,18 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     """The view of a parsed body; None when its shape is not the dialect's."""
     if not isinstance(body, dict):
         return None
-    head, items = [], body.get(dialect.turns)
+    items, head, turns = body.get(dialect.turns), [], []
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
-        if not head[0].slots():
-            return None
-    if isinstance(items, str) and dialect.turns in ("input", "prompt"):
-        return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
-    if not isinstance(items, list):
+    if isinstance(items, str) and dialect.turns != "messages":
+        turns = [Turn("user", body, dialect.turns, None)]
+    elif isinstance(items, list) and dialect.turns == "prompt":
+        turns = [Turn("other", body, "prompt", None)]
+    elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
+        turns = [turn_of(item) for item in items]
+    else:
         return None
-    if dialect.turns == "prompt":
-        return View(body, dialect, head, [Turn("other", body, "prompt", None)])
-    if not all(isinstance(item, dict) for item in items):
-        return None
-    return View(body, dialect, head, [turn_of(item) for item in items])
+    return View(body, dialect, head, turns) if all(turn.slots() for turn in head) else None
 
 
 def goes_on_elsewhere(view: View) -> bool:
@@ -468,21 +460,16 @@ def goes_on_elsewhere(view: View) -> bool:
     return bool(stored) or any(item.get("type") == "item_reference" for item in items)
 
 
-def guess_dialect(body: Json) -> Dialect:
+def guess_dialect(body: Any) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
-    if "input" in body:
-        return DIALECTS["responses"]
-    if "messages" not in body:
-        return DIALECTS["completions"]
-    return DIALECTS["messages" if "system" in body else "chat/completions"]
+    keys = members(body)
+    if "messages" in keys:
+        return DIALECTS["messages" if "system" in keys else "chat/completions"]
+    return DIALECTS["responses" if "input" in keys else "completions"]
 
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
-
-
-class TooMany(Unreadable):
-    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -546,25 +533,18 @@ ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
-    threads."""
+    """Makes views of bodies, and remembers turns by their bytes: each request brings its
+    conversation's history again, which need be parsed only once. Safe to use from many threads."""
 
-    def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes that the turns may take."""
-        self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.size = 0  # bytes that these take, roughly
+    def __init__(self, limit: int) -> None:
+        self.limit, self.size = limit, 0  # bytes that the turns may take, and take, roughly
+        self.known: dict[bytes, Turn] = {}
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 return self.split(raw.decode(), dialect)
-            except TooMany:
-                raise
-            except (ValueError, RecursionError):
-                pass
         view = view_of(parse(raw), dialect)
         if view is None:
             raise Unreadable("unknown shape")
@@ -579,10 +559,8 @@ class Reader:
             raise Unreadable("not the usual spelling")
         turns, end = self.read(text, found.end(), found[1])
         body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
-        if body.get(key) != HOLE:
-            raise Unreadable("the list is another's")
         view = view_of({**body, key: []}, dialect)
-        if view is None:
+        if view is None or body.get(key) != HOLE:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
@@ -601,10 +579,9 @@ class Reader:
             if turn is not None:
                 at = end
             else:
-                check_limit("turns", len(turns))
-                item, length = _parse_at(text, at)
-                turn = self.turn(item, text[at:length].encode())
-                at = length
+                item, stop = _parse_at(text, at)
+                turn = self.turn(item, text[at:stop].encode())
+                at = stop
             turns.append(turn)
             behind = ITEM_END.match(text, at)
             if behind is None:
@@ -614,17 +591,13 @@ class Reader:
                 return turns, at
 
     def turn(self, item: Any, raw: bytes) -> Turn:
-        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's; what
-        is cut out of a system text depends on those before it."""
+        """The turn with these bytes."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         if known := self.known.get(raw):
             return known
-        turn = turn_of(item)
+        turn, size = turn_of(item), 1500 + 3 * len(raw)
         turn.raw = raw
-        if turn.role == "user" and self.scrubber is not None:
-            turn.counts = self.scrubber.edit(turn, True)
-        size = 1500 + 3 * len(raw)  # bytes, roughly
         if size <= self.limit:
             if self.size + size > self.limit:  # start anew, which costs one slow request
                 self.known, self.size = {}, 0
@@ -650,12 +623,6 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
-    def count(self, counts: list[tuple[str, int]]) -> bool:
-        """Add numbers to fields; whether there were any."""
-        for name, number in counts:
-            setattr(self, name, getattr(self, name) + number)
-        return bool(counts)
-
     def edits(self) -> int:
         about = ("items", "items_modified", "note")
         return sum(number for name, number in vars(self).items() if name not in about)
@@ -676,7 +643,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise TooMany(f"too many {what}")
+        raise Unreadable(f"too many {what}")
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -768,154 +735,85 @@ def lead(text: str) -> list[Lead]:
     return found
 
 
-# --- JSON members, cut where they stand: the layout of what stays is kept -------------------------
+# --- ids, stamps, billing headers -----------------------------------------------------------------
 
 ID_KEYS = frozenset(
     ["message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"]
 )
-INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
-INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
-_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-# Any word passes for a value: it is enough to know where a value ends.
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
-MEMBER_END = re.compile(r"\s*(,\s*)?")
+JSON_KEY = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:\s*)?')  # or a string that is none
+JSON_COMMA = re.compile(r"\s*,\s*")
+INBOUND = re.compile(r'\{[^{}]*"schema"\s*:\s*"openclaw\.inbound_meta\.')
+LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
+BILLING = re.compile(
+    r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
+)
+OPENCLAW = re.compile(
+    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
+    re.MULTILINE,
+)
 
 
 def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON object or array at text[start] ends (-1: none stands there), and its members
-    of those names, at any depth."""
-    quoted = {f'"{name}"' for name in names}
+    """Where the JSON value at text[start] ends (-1: none stands there), and its members of those
+    names, at any depth."""
     found: list[Span] = []
-    at, depth = start, 0
-    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
-    while token := JSON_TOKEN.match(text, at):
-        word, at = token[1], token.end()
-        if word in "{[":
-            depth += 1
-        elif not depth:
-            break
-        elif word in "}]":
-            depth -= 1
-            if member >= 0 and depth == outside:
-                found.append((member, at))
-                member = -1
-            if not depth:
-                return at, found
-        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
-            at = value.end()
-            if text.startswith(("{", "["), at):
-                member, outside = token.start(1), depth
-            else:
-                found.append((token.start(1), at))
-    return -1, []
+    try:
+        end = _parse_at(text, start)[1]
+    except (ValueError, RecursionError):
+        return -1, found
+    while key := JSON_KEY.search(text, start, end):
+        start = key.end()
+        if key[2] and key[1] in names:
+            start = _parse_at(text, start)[1]
+            found.append((key.start(), start))
+    return end, found
 
 
 def with_commas(text: str, members: list[Span]) -> list[Span]:
     """What has to go with these members of a JSON value, so that no comma dangles."""
     spans: list[Span] = []
     for start, end in members:
-        behind = MEMBER_END.match(text, end)
-        assert behind is not None  # it matches nothing, too
-        if behind[1]:
-            spans.append((start, behind.end()))
+        if comma := JSON_COMMA.match(text, end):
+            spans.append((start, comma.end()))
             continue
         # the last one of its object: the comma before it goes
         while spans and spans[-1][1] == start:
             start = spans.pop()[0]
         while text[start - 1] in " \t\r\n,":
             start -= 1
-        spans.append((start, behind.end() if text[start - 1] == "{" else end))
+        spans.append((start, end))
     return spans
 
 
 def inbound_objects(text: str) -> Iterator[int]:
     """Where OpenClaw's inbound objects begin in a system prompt; clients write one."""
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
-        start = mark.start()
-        room = max(0, start - INBOUND_ROOM)
-        for _ in range(16):
-            start = text.rfind("{", room, start)
-            if start < 0:
-                break
-            line = max(room, text.rfind("\n", room, start))
-            quotes = text.count('"', line, start) - text.count('\\"', line, start)
-            if quotes % 2 == 0 and json_members(text, start, ())[0] > mark.start():
-                yield start  # no string holds this bracket
-                break
+    for match in itertools.islice(INBOUND.finditer(text), 4):
+        yield match.start()
 
 
-# --- the rules: a text and the decorations at its start in, what has to go out --------------------
-
-Cuts = tuple[list[Span], int]  # what goes, and how many things that are
-
-
-def cut_inbound(text: str, _: list[Lead]) -> Cuts:
-    """The ids in OpenClaw's inbound object in a system prompt; not who speaks and the flags, which
-    are lifted."""
-    found = []
-    for start in inbound_objects(text):
-        found += json_members(text, start, ID_KEYS)[1]
-    return with_commas(text, found), len(found)
+def inbound_ids(text: str) -> list[Span]:
+    """The ids in a system prompt's inbound object; not who speaks and the flags, which are
+    lifted."""
+    return [span for at in inbound_objects(text) for span in json_members(text, at, ID_KEYS)[1]]
 
 
-def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
+def block_ids(text: str, leads: list[Lead]) -> list[Span]:
     """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
     running text, or in lines with an id, which clients store with the message."""
-    cut = []
+    spans = []
     for block in leads:
         if block.kind == "block":
             end, found = json_members(text, block.inner, ID_KEYS)
-            cut += found if text.startswith("\n```", end) and end < block.end else []
-    return with_commas(text, cut), len(cut)
+            spans += found if text.startswith("\n```", end) and end < block.end else []
+    return spans
 
 
-STAMP = re.compile(_STAMP)
-
-
-def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
+def stamp_of(text: str, leads: list[Lead]) -> list[Span]:
     """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
     a log."""
-    for one in leads:
-        if one.kind == "stamp":
-            line = text.find("\n", one.inner) + 1
-            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
-            return ([], 0) if log else ([(one.start, one.inner)], 1)
-    return [], 0
-
-
-BILLING = re.compile(
-    r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
-)
-
-
-def cut_billing(text: str, _: list[Lead]) -> Cuts:
-    """Claude Code's attribution, at the very start."""
-    match = BILLING.match(text)
-    return ([match.span()], 1) if match else ([], 0)
-
-
-class Rule(NamedTuple):
-    """Texts of `role` (only the first system text, if `first`) that hold one of `markers` lose what
-    `cuts` finds; `counter` is the field of Report for it."""
-
-    role: str
-    first: bool
-    cuts: Callable[[str, list[Lead]], Cuts]
-    counter: str
-    markers: Iterable[str]
-
-
-ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
-BILLING_RULE = Rule("system", True, cut_billing, "billing_removed", ATTRIBUTIONS)
-INBOUND_RULE = Rule("system", False, cut_inbound, "msg_ids_removed", ["openclaw.inbound_meta."])
-BLOCK_RULE = Rule("user", True, cut_block_ids, "msg_ids_removed", ID_KEYS)
-STAMP_RULE = Rule("user", True, cut_stamp, "ts_removed", (" 202", " 203"))  # OpenClaw's requests
-OPENCLAW = re.compile(
-    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
-    re.MULTILINE,
-)
+    stamps = [(one.start, one.inner) for one in leads if one.kind == "stamp"]
+    return [] if stamps and LOG.match(text, stamps[0][1]) else stamps
 
 
 def from_openclaw(view: View) -> bool:
@@ -926,93 +824,82 @@ def from_openclaw(view: View) -> bool:
     return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
 
 
+# Whether stamps had to go, the turn without what had to go, if anything had, and how much that was.
+Scrubbed = tuple[bool, Turn | None, collections.Counter[str]]
+
+
 class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
     def __init__(self, config: Config) -> None:
         ids, stamps = config.strip_message_ids, config.strip_timestamps
-        switched = (
-            (BILLING_RULE, config.strip_billing),
-            (INBOUND_RULE, ids != "0"),
-            (BLOCK_RULE, ids == "1"),
-        )
-        self.rules = [rule for rule, on in switched if on]
+        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
-        self.ids = ID_KEYS if ids == "1" else frozenset()
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
+        users = self.user_ids or self.stamps or self.patterns
+        self.roles = ("system", "user") if users else ("system",)
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place. Raises Unreadable for a body beyond LIMITS."""
+        """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
-        seen_system = False
-        for at, turn in enumerate(view.all(), -len(view.head)):
+        for turn in view.all():
             if turn.said is None:  # else it was checked in an earlier request
                 check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
-            if turn.role not in ("system", "user"):
-                continue
-            counts = turn.counts
-            if counts is None:
-                turn = turn.own()
-                turn.counts = counts = self.edit(turn, not seen_system)
-            if counts and at >= 0:
-                view.turns[at] = turn
-            seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(counts)
-        if self.stamps and from_openclaw(view):
-            self.drop_stamps(view, report)
-        if report.billing_removed:
-            first = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
+        if self.billing:
+            self.strip_billing(view, report)
+        stamps = self.stamps and from_openclaw(view)
+        view.head = [self.edit(turn, stamps, report) for turn in view.head]
+        view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
+
+    def strip_billing(self, view: View, report: Report) -> None:
+        """Take Claude Code's attribution out, at the very start of the system prompt."""
+        first = next((turn for turn in view.system() if turn.slots()), None)
+        if first and (header := BILLING.match(first.text())):
+            first = view.replace(first, first.own())
+            slot = first.slots()[0]
+            slot.set(slot.get()[header.end() :])
+            report.billing_removed += 1
+            report.items_modified += 1
             drop_empty(view, first)
 
-    def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
-        """Edit a turn, in place; what to count. `first`: no other system text stands before this
-        one."""
-        counts = self.edit_texts(turn, first, self.rules)
-        for slot in turn.slots() if self.patterns else ():
+    def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
+        """A turn without what the rules take out; remembered with the turn."""
+        if turn.role not in self.roles:
+            return turn
+        if turn.scrubbed is None or turn.scrubbed[0] != stamps:
+            turn.scrubbed = (stamps, *self.strip(turn, stamps))
+        _, edited, counts = turn.scrubbed
+        for name, number in counts.items():
+            setattr(report, name, getattr(report, name) + number)
+        report.items_modified += bool(counts)
+        return edited or turn
+
+    def strip(self, turn: Turn, stamps: bool) -> tuple[Turn | None, collections.Counter[str]]:
+        """Run the rules over a turn; a text beside the list is edited in place."""
+        edited, counts = turn.own(), collections.Counter[str]()
+        begun = False  # the person's words: what follows them was pasted or attached
+        for slot in edited.slots():
+            text = slot.get()
+            ids: list[Span] = []
+            stamp: list[Span] = []
+            if turn.role == "system" and self.system_ids:
+                ids = inbound_ids(text)
+            elif turn.role == "user" and not begun:
+                leads = lead(text)
+                ids = block_ids(text, leads) if self.user_ids else []
+                stamp = stamp_of(text, leads) if stamps else []
+                begun = bool(text[leads[-1].end if leads else 0 :].strip())
+            left = without(text, with_commas(text, ids) + stamp)
+            counts.update(msg_ids_removed=len(ids), ts_removed=len(stamp))
             for pattern in self.patterns:
-                text = slot.get()
-                if removed := sum(bool(match.group()) for match in pattern.finditer(text)):
-                    slot.set(pattern.sub("", text))
-                    counts.append(("regex_removed", removed))
-        if turn.item is not None and "role" in turn.item:
-            for key in self.ids & turn.item.keys():  # beside the role, never in what it holds
-                del turn.item[key]
-                turn.changed()
-                counts.append(("msg_ids_removed", 1))
-        return counts
-
-    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
-        """Run some rules over a turn's texts, in place; what to count."""
-        counts = []
-        user = turn.role == "user"
-        rules = [rule for rule in rules if rule.role == turn.role]
-        for slot in turn.slots() if rules else ():
-            text, spans = slot.get(), []
-            due = [rule for rule in rules if first or user or not rule.first]
-            due = [rule for rule in due if any(marker in text for marker in rule.markers)]
-            leads = lead(text) if user else []
-            for rule in due:
-                found, removed = rule.cuts(text, leads)
-                if removed:
-                    spans += found
-                    counts.append((rule.counter, removed))
-            if spans:
-                slot.set(without(text, spans))
-            first = False
-            if user and text[leads[-1].end if leads else 0 :].strip():
-                break  # what follows the person's words was pasted or attached
-        return counts
-
-    def drop_stamps(self, view: View, report: Report) -> None:
-        for at, turn in enumerate(view.turns):
-            if turn.role == "user":
-                changed = turn.own()
-                if counts := self.edit_texts(changed, True, [STAMP_RULE]):
-                    view.turns[at] = changed
-                    report.count(counts)
-                    report.items_modified += not turn.counts
+                whole, left = left, pattern.sub("", left)
+                counts["regex_removed"] += left != whole
+            if left != text:
+                slot.set(left)
+        counts = +counts
+        return (edited if counts and edited is not turn else None), counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1030,14 +917,12 @@ def drop_empty(view: View, turn: Turn) -> None:
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     empty = [isinstance(text, str) and not text.strip() for text in texts]
     kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
-    if len(kept) == len(parts):
-        return
-    if kept:
-        view.replace(turn, turn.own()).refit(kept)
-    elif turn.item is None:
+    if kept and any(empty):
+        turn.refit(kept)
+    elif not kept and turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
-    elif len(view.turns) > 1:
+    elif not kept and len(view.turns) > 1:
         view.turns.remove(turn)
 
 
@@ -1073,39 +958,39 @@ def system_first(
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if any((turn.item or {}).get("name") for turn in systems):
+    if any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems):
         return
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        beside_texts(turn)[0] for turn in systems
-    ):
-        return  # a system message without text, or with more than text: an unknown shape
-    leading, started, cares = view.leading(), bool(view.head), pays(view)
-    front: list[Turn] = []  # what is merged
-    turns: list[Turn] = []
-    early = True  # no answer, and no system message behind the leading ones, came yet
+    if not all(turn.slots() for turn in view.head + systems):
+        return  # an unknown shape
+    leading, cares, early = view.leading(), pays(view), view.turns
     for at, turn in enumerate(view.turns):
-        early = early and turn.role not in ("assistant", "tool")
-        merged = False
-        if early and turn.role == "system":
+        if turn.role in ("assistant", "tool"):
+            early = view.turns[:at]
+            break
+    front = list(view.head)  # what is merged
+    for turn in systems[:leading]:
+        text = turn.text()
+        if not cares or not front or len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text):
+            front.append(turn)
+    for turn in early[leading:]:
+        if turn.role == "system":
             text = turn.text()
-            long, known = len(text) >= LONG_PROMPT, KNOWN_TO_STAY.match(text) is not None
-            if at < leading:
-                merged = long or known or not cares or not (started or front)
-            else:
-                merged = known or (long and stays(turn))
-                early = False
-        (front if merged else turns).append(turn)
-    report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
-    if front and not started:
-        base = front.pop(0).own()
+            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
+                front.append(turn)
+            break
+    merged = set(front)
+    turns = [turn for turn in view.turns if turn not in merged]
+    report.system_moved += len(front) - (1 if leading else len(view.head))
+    if front and not view.head:
+        first = front[0].own()
         if view.dialect.system and not leading:
-            view.body[view.dialect.system] = base.text()
+            view.body[view.dialect.system] = first.text()
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
-            turns.insert(0, base)
-    if front:
+            turns.insert(0, first)
+    if len(front) > 1:
         last = (view.head or turns)[0].slots()[-1]
-        last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
+        last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
     view.turns = fold_systems(view, turns, report)
 
 
@@ -1115,11 +1000,11 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
     results, where it stands between calls and their results."""
     kept: list[Turn] = []
     waiting: list[str] = []
-    form: Json = {}  # of a message that is written anew
-    for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and (index or view.head):
+    item: Json = {}  # the newest of them
+    for turn in [*turns, None]:
+        if turn is not None and turn.role == "system" and (kept or view.head):
             waiting.append(reminder(turn.text()))
-            form = {"type": "message"} if turn.item and "type" in turn.item else {}
+            item = turn.item or {}
             report.system_moved += 1
             continue
         results = turn is not None and turn.role == "tool"
@@ -1132,7 +1017,7 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
             elif kept and (before := with_text(view, kept[-1], text)):
                 kept[-1] = before
             else:
-                kept.append(turn_of({**form, "role": "user", "content": text}))
+                kept.append(turn_of({**item, "role": "user", "content": text}))
             waiting = []
         if turn is not None:
             kept.append(turn)
@@ -1141,17 +1026,14 @@ def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
 
 def with_text(view: View, turn: Turn, text: str) -> Turn | None:
     """A user message with a text at its end; None where that cannot be."""
-    if turn.item is None or turn.item.get("role") != "user":
-        return None
-    turn = turn.own()
     content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        content.append({"type": view.dialect.text, "text": text})
-    else:
+    if (turn.item or {}).get("role") != "user" or not isinstance(content, (str, list)):
         return None
-    return turn_of(turn.holder)
+    if isinstance(content, list):
+        more: Any = [*content, {"type": view.dialect.text, "text": text}]
+    else:
+        more = f"{content}\n\n{text}" if content else text
+    return turn_of({**turn.holder, turn.key: more})
 
 
 def scrub(
@@ -1166,8 +1048,6 @@ def scrub(
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
-    if not isinstance(payload, dict):
-        return payload, Report(note="unknown shape")
     try:
         body = copy.deepcopy(payload)
         view = view_of(body, named[dialect] if dialect else guess_dialect(body))
@@ -4855,8 +4735,7 @@ class Proxy:
         self.backend = Backend(self.config)
         self.editor = Editor(self.config)
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
-        known = self.scrubber if self.config.scrub else None
-        self.reader = Reader(known, self.config.replay_mb << 20)
+        self.reader = Reader(self.config.replay_mb << 20)
         self.ledger = Ledger(self.config.ledger_mb << 19)
         self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
