@@ -104,10 +104,10 @@ class ConfigError(ValueError):
     """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, *span: float, choices: Sequence[str] = ()) -> Any:
-    """A Config field with its help; allowed is what lies within `span` or is among `choices`."""
-    allowed = {"help": help, "span": span, "choices": choices}
-    return dataclasses.field(default=default, metadata=allowed)
+def setting(default: Any, help: str, *allowed: Any) -> Any:
+    """A Config field with its help. Allowed are, if given, the words, or what lies between two
+    numbers."""
+    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Config:
     backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
     strip_message_ids: str = setting(
-        "system", "drop OpenClaw's ids; 1: from user texts, too", choices=("0", "1", "system")
+        "system", "drop OpenClaw's ids; 1: users', too", "0", "1", "system"
     )
     strip_timestamps: str = setting(
-        "auto", "drop OpenClaw's time stamps; auto: only with REPLAY=0", choices=("auto", "0", "1")
+        "auto", "drop OpenClaw's stamps; auto: if REPLAY=0", "auto", "0", "1"
     )
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
@@ -149,14 +149,16 @@ class Config:
     max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
-    log_level: str = setting("info", "verbosity", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if fault := _fault(item, value):
-                raise ConfigError(f"{item.name.upper()}={value!r}: {fault}")
+            try:
+                object.__setattr__(self, item.name, _checked(item, value))
+            except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
@@ -172,12 +174,9 @@ class Config:
         values: dict[str, Any] = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
-            if item is None or not text.strip():
-                continue
-            if item.default == ():
-                values[item.name] = (*values.get(item.name, ()), text)
-            else:
-                values[item.name] = _convert(item, text.strip())
+            if item and text.strip():
+                pattern = item.default == ()
+                values[item.name] = (*values.get(item.name, ()), text) if pattern else text.strip()
         return cls(**values)
 
     @classmethod
@@ -216,38 +215,35 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield variable, close[0]
 
 
-def _convert(item: dataclasses.Field[Any], text: str) -> Any:
-    """A variable's text in the type of its setting; as it is, where that cannot be."""
-    if isinstance(item.default, bool):
-        return _WORDS.get(text.lower(), text)
-    if isinstance(item.default, (int, float)):
-        with contextlib.suppress(ValueError):
-            return type(item.default)(text)
-    if item.name == "backend_url" and BARE_URL.fullmatch(text):
-        return "http://" + text
-    return text.lower() if item.metadata["choices"] else text
-
-
-def _fault(item: dataclasses.Field[Any], value: Any) -> str:
-    """What is wrong with a setting's value, or nothing."""
-    wanted, span, choices = type(item.default), item.metadata["span"], item.metadata["choices"]
-    types = (int, float) if wanted is float else wanted
-    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
-        return f"must be {_TYPES[wanted]}"
-    if span and not span[0] <= value <= span[1]:  # NaN fails both comparisons
-        return f"must be from {span[0]} to {span[1]}"
-    if choices and value not in choices:
-        return "must be one of " + ", ".join(choices)
-    if item.name == "listen_host" and not _is_host(value):
-        return "must be an address or a host name"
-    if item.name == "backend_url" and value and not _is_url(value):
-        return "must be http://host[:port][/prefix] or https://..."
-    for pattern in value if wanted is tuple else ():
-        try:
+def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+    """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
+    kind: Any = type(item.default)
+    allowed = item.metadata["allowed"]
+    try:
+        if kind is bool:
+            value = _WORDS[str(value).lower()]
+        elif kind in (int, float):
+            value = kind(str(value))
+        elif not isinstance(value, kind):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"must be {_TYPES[kind]}") from None
+    if kind is tuple:
+        for pattern in value:
             re.compile(pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            return f"{pattern!r} is no Python regular expression: {error}"
-    return ""
+    elif kind is str and allowed:
+        value = value.lower()
+        if value not in allowed:
+            raise ValueError("must be one of " + ", ".join(allowed))
+    elif allowed and not allowed[0] <= value <= allowed[1]:  # NaN fails both comparisons
+        raise ValueError(f"must be from {allowed[0]} to {allowed[1]}")
+    elif item.name == "listen_host" and not _is_host(value):
+        raise ValueError("must be an address or a host name")
+    elif item.name == "backend_url" and value:
+        value = "http://" + value if BARE_URL.fullmatch(value) else value
+        if not _is_url(value):
+            raise ValueError("must be http://host[:port][/prefix] or https://...")
+    return value
 
 
 def _is_host(value: str) -> bool:
@@ -453,11 +449,9 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    if view.dialect.name != "responses":
-        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    items = [turn.item or {} for turn in view.turns]
-    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
+    by_reference = any((turn.item or {}).get("type") == "item_reference" for turn in view.turns)
+    return view.dialect.name == "responses" and bool(stored or by_reference)
 
 
 def guess_dialect(body: Any) -> Dialect:
@@ -500,14 +494,11 @@ def parse(raw: bytes | bytearray | str) -> Json:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
         body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
-    except UnicodeDecodeError:
-        raise Unreadable("not UTF-8") from None
-    except RecursionError:
-        raise Unreadable("nested too deeply") from None
     except Unreadable:
         raise
-    except ValueError as error:
-        raise Unreadable(f"not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deeply"}
+        raise Unreadable(why.get(type(error), f"not JSON ({error})")) from None
     if not isinstance(body, dict):
         raise Unreadable("not a JSON object")
     return body
@@ -816,14 +807,6 @@ def stamp_of(text: str, leads: list[Lead]) -> list[Span]:
     return [] if stamps and LOG.match(text, stamps[0][1]) else stamps
 
 
-def from_openclaw(view: View) -> bool:
-    """Whether the system prompt has, or a user text begins with, what only OpenClaw writes."""
-    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
-        return True
-    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
-    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
-
-
 # Whether stamps had to go, the turn without what had to go, if anything had, and how much that was.
 Scrubbed = tuple[bool, Turn | None, collections.Counter[str]]
 
@@ -849,7 +832,8 @@ class Scrubber:
                 check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
         if self.billing:
             self.strip_billing(view, report)
-        stamps = self.stamps and from_openclaw(view)
+        system = [turn.text() for turn in view.system()]
+        stamps = self.stamps and any(OPENCLAW.search(text) for text in system)
         view.head = [self.edit(turn, stamps, report) for turn in view.head]
         view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
 
@@ -962,22 +946,18 @@ def system_first(
         return
     if not all(turn.slots() for turn in view.head + systems):
         return  # an unknown shape
-    leading, cares, early = view.leading(), pays(view), view.turns
-    for at, turn in enumerate(view.turns):
-        if turn.role in ("assistant", "tool"):
-            early = view.turns[:at]
-            break
-    front = list(view.head)  # what is merged
-    for turn in systems[:leading]:
-        text = turn.text()
-        if not cares or not front or len(text) >= LONG_PROMPT or KNOWN_TO_STAY.match(text):
+    leading, cares, front = view.leading(), pays(view), list(view.head)
+    early = itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), view.turns)
+    later = [turn for turn in early if turn.role == "system"][leading : leading + 1]
+    for turn in systems[:leading] + later:
+        long = len(turn.text()) >= LONG_PROMPT
+        stay = bool(KNOWN_TO_STAY.match(turn.text()))
+        if turn in later:
+            stay = stay or (long and stays(turn))
+        elif long or not cares or not front:  # what is short may be said for one turn
+            stay = True
+        if stay:
             front.append(turn)
-    for turn in early[leading:]:
-        if turn.role == "system":
-            text = turn.text()
-            if KNOWN_TO_STAY.match(text) or (len(text) >= LONG_PROMPT and stays(turn)):
-                front.append(turn)
-            break
     merged = set(front)
     turns = [turn for turn in view.turns if turn not in merged]
     report.system_moved += len(front) - (1 if leading else len(view.head))
@@ -988,7 +968,7 @@ def system_first(
             view.head.append(Turn("system", view.body, view.dialect.system, None))
         else:
             turns.insert(0, first)
-    if len(front) > 1:
+    if front[1:]:
         last = (view.head or turns)[0].slots()[-1]
         last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
     view.turns = fold_systems(view, turns, report)

@@ -596,24 +596,25 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     """(variable, value, part of the message): at least one bad value for every setting that has
     any."""
     for name, field in SCRUB_FIELDS.items():
-        span, choices, variable = field.metadata["span"], field.metadata["choices"], name.upper()
+        span = choices = field.metadata["allowed"]
+        variable = name.upper()
         if isinstance(field.default, bool):
             yield from (
                 (variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1")
             )
-        elif span:
+        elif span and not isinstance(field.default, str):
             allowed = f"must be from {span[0]} to {span[1]}"
             yield from ((variable, str(value), allowed) for value in (span[0] - 1, span[1] + 1))
             kind = "a whole number" if isinstance(field.default, int) else "a number"
             yield from ((variable, value, f"must be {kind}") for value in ("much", "0x10", "1,5"))
             if isinstance(field.default, float):
-                yield from ((variable, value, allowed) for value in ("nan", "inf", "-inf"))
+                yield from ((variable, value, allowed) for value in ("nan", "inf", "-inf", "1e400"))
         elif choices:
             yield variable, "some", "must be one of " + ", ".join(choices)
         elif field.default == ():
             for number in ("", "_2", "_07"):
                 for pattern in ("[", "(a", "*", "a{2,1}", "(?P<n>a)(?P<n>b)", "\\", "a\n["):
-                    yield variable + number, pattern, " is no Python regular expression: "
+                    yield variable + number, pattern, " position "
     for url in (
         "localhost", "127.0.0.1", ":8080", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
         "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
@@ -642,7 +643,7 @@ def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None
         Config.from_env({name: value, "PATH": "/bin"})
     message = str(caught.value)
     assert message.startswith(re.sub("_[0-9]+$", "", name) + "="), message
-    assert value in message or repr(value) in message
+    assert repr(value) in message
     assert allowed in message
     assert "\n" not in message
 
@@ -675,7 +676,7 @@ def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "wrong",
     [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
-     {"listen_port": "80"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
+     {"listen_port": "x"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
 )  # fmt: skip
 def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
     with pytest.raises(kvproxy.ConfigError) as caught:
@@ -768,13 +769,17 @@ def test_scrub_bad_value_stops_every_command(
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and "STRIP_REGEX=('(',): '('" in shown.err
+    assert (
+        shown.out == ""
+        and shown.err.count("\n") == 1
+        and "STRIP_REGEX=('(',): missing )" in shown.err
+    )
 
 
 def test_scrub_bad_value_as_a_user_sees_it() -> None:
     ended = scrub_command(LISTEN_PORT="65536")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "kvproxy: LISTEN_PORT=65536: must be from 0 to 65535\n"
+    assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -1382,8 +1387,8 @@ def test_scrub_stamp_of_other_clients_stays() -> None:
         ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
         ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
         ([("system", scrub_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
-        ([("user", rp_before("x")), ("assistant", "b"), hello], 1),
+        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
+        ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
     ):
         assert scrubbed(scrub_body("messages", *turns), "messages")[1].ts_removed == removed, turns
 
@@ -1455,8 +1460,9 @@ def test_scrub_user_text_is_kept(dialect: str, parts: bool, text: str) -> None:
 
 
 def test_scrub_responses_input_string() -> None:
-    body = {"input": scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
-    assert scrubbed(body, None)[0] == {"input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    text = scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
+    left = {"instructions": CLAW, "input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
 
 
 @pytest.mark.parametrize(
@@ -1603,9 +1609,10 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
 
     left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
     for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
-        body = scrub_body(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
-        result, report = scrubbed(body, dialect)
-        assert result == scrub_body(dialect, ("user", text(*left, "", "")), parts=parts)
+        turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
+        result, report = scrubbed(scrub_body(dialect, *turns, parts=parts), dialect)
+        turns = ("system", CLAW), ("user", text(*left, "", ""))
+        assert result == scrub_body(dialect, *turns, parts=parts)
         assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
 
 
@@ -1847,15 +1854,10 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
     user = scrub_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = scrub_block(INFO, {"sender": "ann"}) + "Hello."
+    left = scrub_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
-    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (
-        1,
-        1,
-        2,
-        1,
-    )
+    assert (report.msg_ids_removed, report.edits(), report.items_modified) == (1, 1, 1)
     body = scrub_guarded(dialect, "Hello.")
     result, report = scrubbed(body, dialect, strip_regex=("zzz",))
     assert result == body and report.edits() == 0
@@ -2464,14 +2466,14 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    body = scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
-    config = Config(replay=False)
+    config = Config(strip_message_ids="1")
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    assert body == scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
