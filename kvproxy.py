@@ -78,7 +78,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -162,8 +162,7 @@ class Config:
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
-        vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
         if port == self.listen_port and (here or len(hosts) == 1):
             fault = "must not be kvproxy's own address; set LISTEN_PORT"
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
@@ -728,10 +727,11 @@ def lead(text: str) -> list[Lead]:
 
 # --- ids, stamps, billing headers -----------------------------------------------------------------
 
-ID_KEYS = frozenset(
-    ["message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"]
-)
-JSON_KEY = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:\s*)?')  # or a string that is none
+ID_KEYS = {"message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"}
+_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+JSON_KEY = re.compile(rf"({_STRING})(\s*:\s*)?")  # or a string that is none
+JSON_SCALAR = re.compile(rf"{_STRING}|[\w.+-]+")  # any word: it is enough to know where it ends
+JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
 JSON_COMMA = re.compile(r"\s*,\s*")
 INBOUND = re.compile(r'\{[^{}]*"schema"\s*:\s*"openclaw\.inbound_meta\.')
 LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
@@ -745,66 +745,45 @@ OPENCLAW = re.compile(
 )
 
 
-def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON value at text[start] ends (-1: none stands there), and its members of those
-    names, at any depth."""
-    found: list[Span] = []
-    try:
-        end = _parse_at(text, start)[1]
-    except (ValueError, RecursionError):
-        return -1, found
-    while key := JSON_KEY.search(text, start, end):
-        start = key.end()
-        if key[2] and key[1] in names:
-            start = _parse_at(text, start)[1]
-            found.append((key.start(), start))
-    return end, found
+def json_end(text: str, at: int) -> int:
+    """Where the JSON value at text[at] ends; 0: none stands there."""
+    if scalar := JSON_SCALAR.match(text, at):
+        return scalar.end()
+    depth = 0
+    while token := JSON_TOKEN.match(text, at):
+        depth += (token[1] in "{[") - (token[1] in "}]")
+        at = token.end()
+        if depth <= 0:
+            return 0 if depth else at
+    return 0
 
 
-def with_commas(text: str, members: list[Span]) -> list[Span]:
-    """What has to go with these members of a JSON value, so that no comma dangles."""
+def json_members(text: str, start: int, names: Container[str]) -> list[Span]:
+    """The members with those names, at any depth, of the JSON value at text[start]; each with a
+    comma, so that none dangles when they are cut."""
     spans: list[Span] = []
-    for start, end in members:
-        if comma := JSON_COMMA.match(text, end):
-            spans.append((start, comma.end()))
-            continue
-        # the last one of its object: the comma before it goes
-        while spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        while text[start - 1] in " \t\r\n,":
-            start -= 1
-        spans.append((start, end))
+    end = json_end(text, start)
+    while key := JSON_KEY.search(text, start, end):
+        begin, start = key.span()
+        if key[2] and key[1][1:-1] in names and (stop := json_end(text, start)):
+            start = stop
+            if comma := JSON_COMMA.match(text, stop):
+                start = comma.end()
+            else:  # the one that is the last then loses its comma
+                for before in reversed(spans):
+                    if before[1] != begin:
+                        break
+                    begin = before[0]
+                while text[begin - 1] in " \t\r\n,":
+                    begin -= 1
+            spans.append((begin, start))
     return spans
 
 
-def inbound_objects(text: str) -> Iterator[int]:
-    """Where OpenClaw's inbound objects begin in a system prompt; clients write one."""
-    for match in itertools.islice(INBOUND.finditer(text), 4):
-        yield match.start()
-
-
-def inbound_ids(text: str) -> list[Span]:
-    """The ids in a system prompt's inbound object; not who speaks and the flags, which are
-    lifted."""
-    return [span for at in inbound_objects(text) for span in json_members(text, at, ID_KEYS)[1]]
-
-
-def block_ids(text: str, leads: list[Lead]) -> list[Span]:
-    """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
-    running text, or in lines with an id, which clients store with the message."""
-    spans = []
-    for block in leads:
-        if block.kind == "block":
-            end, found = json_members(text, block.inner, ID_KEYS)
-            spans += found if text.startswith("\n```", end) and end < block.end else []
-    return spans
-
-
-def stamp_of(text: str, leads: list[Lead]) -> list[Span]:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
-    a log."""
-    stamps = [(one.start, one.inner) for one in leads if one.kind == "stamp"]
-    return [] if stamps and LOG.match(text, stamps[0][1]) else stamps
+def inbound_members(text: str, names: Container[str]) -> list[Span]:
+    """Members of OpenClaw's inbound object in a system prompt; clients write one."""
+    found = itertools.islice(INBOUND.finditer(text), 4)
+    return [span for match in found for span in json_members(text, match.start(), names)]
 
 
 # Whether stamps had to go, the turn without what had to go, if anything had, and how much that was.
@@ -830,23 +809,12 @@ class Scrubber:
         for turn in view.all():
             if turn.said is None:  # else it was checked in an earlier request
                 check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
-        if self.billing:
-            self.strip_billing(view, report)
         system = [turn.text() for turn in view.system()]
         stamps = self.stamps and any(OPENCLAW.search(text) for text in system)
         view.head = [self.edit(turn, stamps, report) for turn in view.head]
         view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
-
-    def strip_billing(self, view: View, report: Report) -> None:
-        """Take Claude Code's attribution out, at the very start of the system prompt."""
-        first = next((turn for turn in view.system() if turn.slots()), None)
-        if first and (header := BILLING.match(first.text())):
-            first = view.replace(first, first.own())
-            slot = first.slots()[0]
-            slot.set(slot.get()[header.end() :])
-            report.billing_removed += 1
-            report.items_modified += 1
-            drop_empty(view, first)
+        for turn in view.system() if report.billing_removed else ():
+            drop_empty(view, turn)
 
     def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
         """A turn without what the rules take out; remembered with the turn."""
@@ -867,16 +835,23 @@ class Scrubber:
         for slot in edited.slots():
             text = slot.get()
             ids: list[Span] = []
-            stamp: list[Span] = []
-            if turn.role == "system" and self.system_ids:
-                ids = inbound_ids(text)
-            elif turn.role == "user" and not begun:
+            others: list[Span] = []
+            if turn.role == "system":
+                ids = inbound_members(text, ID_KEYS) if self.system_ids else []
+                if self.billing and (header := BILLING.match(text)):
+                    others = [header.span()]
+                    counts["billing_removed"] += 1
+            elif not begun:
                 leads = lead(text)
-                ids = block_ids(text, leads) if self.user_ids else []
-                stamp = stamp_of(text, leads) if stamps else []
+                for one in leads:
+                    if one.kind == "block" and self.user_ids:
+                        ids += json_members(text, one.inner, ID_KEYS)
+                    elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
+                        others = [(one.start, one.inner)]
+                        counts["ts_removed"] += 1
                 begun = bool(text[leads[-1].end if leads else 0 :].strip())
-            left = without(text, with_commas(text, ids) + stamp)
-            counts.update(msg_ids_removed=len(ids), ts_removed=len(stamp))
+            counts["msg_ids_removed"] += len(ids)
+            left = without(text, ids + others)
             for pattern in self.patterns:
                 whole, left = left, pattern.sub("", left)
                 counts["regex_removed"] += left != whole
@@ -902,11 +877,11 @@ def drop_empty(view: View, turn: Turn) -> None:
     empty = [isinstance(text, str) and not text.strip() for text in texts]
     kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
     if kept and any(empty):
-        turn.refit(kept)
-    elif not kept and turn.item is None:
+        view.replace(turn, turn.own()).refit(kept)
+    elif any(empty) and turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
-    elif not kept and len(view.turns) > 1:
+    elif any(empty) and len(view.turns) > 1:
         view.turns.remove(turn)
 
 
@@ -1099,9 +1074,8 @@ def inbound_member(name: str) -> Lift:
     """A row for a member of OpenClaw's inbound object."""
 
     def find(text: str) -> Iterator[Piece]:
-        for start in inbound_objects(text):
-            for found in json_members(text, start, (name,))[1]:
-                yield (with_commas(text, [found]), text[slice(*found)])
+        for span in inbound_members(text, (name,)):
+            yield ([span], text[slice(*span)].strip(" \t\r\n,"))
 
     return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 

@@ -1439,7 +1439,6 @@ SCRUB_KEPT_USER = (
     scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
-    f'{INFO}\n```json\n{{"message_id": "1"}} and more\n```\n\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
     scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
     scrub_block(INFO, '{"message_id": "1"}') + "hi",
@@ -1554,11 +1553,11 @@ def test_scrub_json_members_equal_parsing(seed: int) -> None:
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        end, members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
-        left = kvproxy.without(text, kvproxy.with_commas(text, members))
+        members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
+        left = kvproxy.without(text, members)
         left = re.sub(r"{\s+}", "{}", left)
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
-        assert text[end:] == " after }]" and members
+        assert members
 
 
 @pytest.mark.parametrize(
@@ -1575,10 +1574,12 @@ def test_scrub_json_members_equal_parsing(seed: int) -> None:
         '{"a": {"message_id": 1}',
         "[" * 5000,
         '{"message_id": "' * 5000,
+        '{"message_id": }',
+        '{"message_id": ]',
     ],
 )
 def test_scrub_json_members_refuse_broken_json(text: str) -> None:
-    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == (-1, [])
+    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == []
 
 
 @pytest.mark.parametrize(
@@ -1590,8 +1591,8 @@ def test_scrub_json_members_refuse_broken_json(text: str) -> None:
     ],
 )
 def test_scrub_json_members_leave_no_comma(before: str, after: str) -> None:
-    _, members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
-    assert kvproxy.without(before, kvproxy.with_commas(before, members)) == after
+    members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
+    assert kvproxy.without(before, members) == after
 
 
 @scrub_forms
@@ -1920,7 +1921,7 @@ def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
         ("messages", {"system": [block, rest], "messages": hi}, {"system": [rest], "messages": hi}),
         ("messages", {"system": [block], "messages": hi}, {"messages": hi}),
         ("messages", {"system": HEADER + ending, "messages": hi}, {"messages": hi}),
-        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest, block], "messages": hi}),
+        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest], "messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": [block, rest]}, *hi]}, {"messages": [{"role": "system", "content": [rest]}, *hi]}),
         ("chat", {"messages": [{"role": "system", "content": [block]}, *hi]}, {"messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": HEADER + ending}, *hi]}, {"messages": hi}),
