@@ -78,7 +78,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -191,7 +191,13 @@ class Config:
 
 
 VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
+_NAME = r"[\w-]{1,63}(?:\.[\w-]{1,63})*\.?"
+_IPV6 = r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*(?:%\w+)?"
+IS_HOST = re.compile(rf"{_NAME}|{_IPV6}", re.ASCII)
+BARE_URL = re.compile(rf"(?:{_NAME}|\[{_IPV6}\]):[1-9]\d*(?:/[!-~]*)?", re.ASCII)  # host:port
+IS_URL = re.compile(
+    rf"https?://(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
+)
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
 _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
@@ -236,29 +242,14 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
             raise ValueError("must be one of " + ", ".join(allowed))
     elif allowed and not allowed[0] <= value <= allowed[1]:  # NaN fails both comparisons
         raise ValueError(f"must be from {allowed[0]} to {allowed[1]}")
-    elif item.name == "listen_host" and not _is_host(value):
+    elif item.name == "listen_host" and not IS_HOST.fullmatch(value):
         raise ValueError("must be an address or a host name")
     elif item.name == "backend_url" and value:
         value = "http://" + value if BARE_URL.fullmatch(value) else value
-        if not _is_url(value):
+        found = IS_URL.fullmatch(value)
+        if found is None or int(found[1] or 80) > 65535:
             raise ValueError("must be http://host[:port][/prefix] or https://...")
     return value
-
-
-def _is_host(value: str) -> bool:
-    with contextlib.suppress(UnicodeError):  # 127.0.0..1: connecting to it would raise this
-        return bool(value.encode("idna")) and not re.search(r"[^\w.:%-]", value, re.ASCII)
-    return False
-
-
-def _is_url(value: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(value)
-        named = parts.port != 0 and _is_host(parts.hostname or "")
-    except ValueError:  # a port that is no number, a bracket too few
-        return False
-    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
-    return named and known and not re.search(r"[^!-~]|[?#]", value)
 
 
 # ==================================================================================================
@@ -727,13 +718,18 @@ def lead(text: str) -> list[Lead]:
 
 # --- ids, stamps, billing headers -----------------------------------------------------------------
 
-ID_KEYS = {"message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"}
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-JSON_KEY = re.compile(rf"({_STRING})(\s*:\s*)?")  # or a string that is none
-JSON_SCALAR = re.compile(rf"{_STRING}|[\w.+-]+")  # any word: it is enough to know where it ends
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_COMMA = re.compile(r"\s*,\s*")
-INBOUND = re.compile(r'\{[^{}]*"schema"\s*:\s*"openclaw\.inbound_meta\.')
+
+
+def member(name: str) -> re.Pattern[str]:
+    """A member of a JSON object; its value is plain, or an object of plain values."""
+    values = rf'{_STRING}|[\w.+-]+|\{{(?:[^{{}}"]*{_STRING})*[^{{}}"]*\}}'
+    return re.compile(rf'(?<!\\)"(?:{name})"\s*:\s*(?:{values})')
+
+
+IDS = member("(?:message|reply_to)_id(?:_full)?|message_sid")
+COMMA = re.compile(r"\s*,\s*")
+INBOUND = re.compile(r'```(?:json)?\n\{[^{}`]*"schema"\s*:\s*"openclaw\.inbound_meta\.[^`]*')
 LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
 BILLING = re.compile(
     r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
@@ -745,45 +741,28 @@ OPENCLAW = re.compile(
 )
 
 
-def json_end(text: str, at: int) -> int:
-    """Where the JSON value at text[at] ends; 0: none stands there."""
-    if scalar := JSON_SCALAR.match(text, at):
-        return scalar.end()
-    depth = 0
-    while token := JSON_TOKEN.match(text, at):
-        depth += (token[1] in "{[") - (token[1] in "}]")
-        at = token.end()
-        if depth <= 0:
-            return 0 if depth else at
-    return 0
-
-
-def json_members(text: str, start: int, names: Container[str]) -> list[Span]:
-    """The members with those names, at any depth, of the JSON value at text[start]; each with a
-    comma, so that none dangles when they are cut."""
+def members_in(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
+    """Where such members stand; each with a comma, so that none dangles when they are cut."""
     spans: list[Span] = []
-    end = json_end(text, start)
-    while key := JSON_KEY.search(text, start, end):
-        begin, start = key.span()
-        if key[2] and key[1][1:-1] in names and (stop := json_end(text, start)):
-            start = stop
-            if comma := JSON_COMMA.match(text, stop):
-                start = comma.end()
-            else:  # the one that is the last then loses its comma
-                for before in reversed(spans):
-                    if before[1] != begin:
-                        break
-                    begin = before[0]
-                while text[begin - 1] in " \t\r\n,":
-                    begin -= 1
-            spans.append((begin, start))
+    for found in pattern.finditer(text, start, end):
+        begin, stop = found.span()
+        if comma := COMMA.match(text, stop):
+            stop = comma.end()
+        else:  # the one that is the last then loses its comma
+            for before in reversed(spans):
+                if before[1] != begin:
+                    break
+                begin = before[0]
+            while text[begin - 1] in " \t\r\n,":
+                begin -= 1
+        spans.append((begin, stop))
     return spans
 
 
-def inbound_members(text: str, names: Container[str]) -> list[Span]:
-    """Members of OpenClaw's inbound object in a system prompt; clients write one."""
-    found = itertools.islice(INBOUND.finditer(text), 4)
-    return [span for match in found for span in json_members(text, match.start(), names)]
+def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
+    """Members of OpenClaw's inbound object in a system prompt."""
+    blocks = INBOUND.finditer(text)
+    return [span for block in blocks for span in members_in(text, pattern, *block.span())]
 
 
 # Whether stamps had to go, the turn without what had to go, if anything had, and how much that was.
@@ -837,7 +816,7 @@ class Scrubber:
             ids: list[Span] = []
             others: list[Span] = []
             if turn.role == "system":
-                ids = inbound_members(text, ID_KEYS) if self.system_ids else []
+                ids = inbound_members(text, IDS) if self.system_ids else []
                 if self.billing and (header := BILLING.match(text)):
                     others = [header.span()]
                     counts["billing_removed"] += 1
@@ -845,7 +824,7 @@ class Scrubber:
                 leads = lead(text)
                 for one in leads:
                     if one.kind == "block" and self.user_ids:
-                        ids += json_members(text, one.inner, ID_KEYS)
+                        ids += members_in(text, IDS, one.inner, one.end)
                     elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
                         others = [(one.start, one.inner)]
                         counts["ts_removed"] += 1
@@ -1072,9 +1051,10 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
 
 def inbound_member(name: str) -> Lift:
     """A row for a member of OpenClaw's inbound object."""
+    pattern = member(name)
 
     def find(text: str) -> Iterator[Piece]:
-        for span in inbound_members(text, (name,)):
+        for span in inbound_members(text, pattern):
             yield ([span], text[slice(*span)].strip(" \t\r\n,"))
 
     return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)

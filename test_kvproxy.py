@@ -1438,7 +1438,6 @@ SCRUB_KEPT_USER = (
     scrub_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
     scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
-    f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
     scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
     scrub_block(INFO, '{"message_id": "1"}') + "hi",
@@ -1499,13 +1498,14 @@ def test_scrub_ids_with_misleading_values(
 ) -> None:
     """The same value as the id's own, before it, after it, nested, and in the block of the system
     prompt."""
+    name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
     rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
-    ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
-            "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
+    ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
+            "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
     schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
     head = {"flags": {"history_count": value}, "chat_id": value, "sender_id": value, "tail": value}
-    inbound = {"message_id": value, "flags": {"history_count": value},
-               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
+    inbound = {"message_id": name, "flags": {"history_count": value},
+               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": name}  # fmt: skip
     for first, second in (
         (ided, inbound),
         (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
@@ -1523,7 +1523,7 @@ def test_scrub_ids_with_misleading_values(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_scrub_json_members_equal_parsing(seed: int) -> None:
+def test_scrub_members_equal_parsing(seed: int) -> None:
     """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the
     text changes."""
     dice = random.Random(seed)
@@ -1538,48 +1538,22 @@ def test_scrub_json_members_equal_parsing(seed: int) -> None:
             ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "],
             dice.randrange(6),
         )
-        return {name: value(depth - 1) for name in names}
+        return {name: value(0 if name in SCRUB_IDS else depth - 1) for name in names}
 
     def pruned(found: Any) -> Any:
         if isinstance(found, list):
             return [pruned(entry) for entry in found]
         if isinstance(found, dict):
-            return {
-                name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS
-            }
+            return {name: pruned(entry) for name, entry in found.items() if name not in SCRUB_IDS}
         return found
 
     for _ in range(20):
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
-        left = kvproxy.without(text, members)
+        left = kvproxy.without(text, kvproxy.members_in(text, kvproxy.IDS, 7, len(text)))
         left = re.sub(r"{\s+}", "{}", left)
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
-        assert members
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[",
-        "{'a': 1}",
-        '{"a": 1',
-        '{"a": [1}',
-        '{"a": "',
-        '{"a": "\n"}',
-        "[[[1]]",
-        '{"a": {"message_id": 1}',
-        "[" * 5000,
-        '{"message_id": "' * 5000,
-        '{"message_id": }',
-        '{"message_id": ]',
-    ],
-)
-def test_scrub_json_members_refuse_broken_json(text: str) -> None:
-    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == []
 
 
 @pytest.mark.parametrize(
@@ -1588,10 +1562,11 @@ def test_scrub_json_members_refuse_broken_json(text: str) -> None:
         ('{"a": 1, "message_id": 1, "reply_to_id": 2}', '{"a": 1}'),
         ('{"message_id": 1, "reply_to_id": 2}', "{}"),
         ('{"message_id": 1, "a": 1, "reply_to_id": 2\n}', '{"a": 1\n}'),
+        ('{"a": {"message_id": yes, "b": no}, "message_sid": 1.5e+3\n}', '{"a": {"b": no}\n}'),
     ],
 )
-def test_scrub_json_members_leave_no_comma(before: str, after: str) -> None:
-    members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
+def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
+    members = kvproxy.members_in(before, kvproxy.IDS, 0, len(before))
     assert kvproxy.without(before, members) == after
 
 
@@ -1663,7 +1638,7 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         ("message_id", "775b2410"),
         ("message_id_full", 1795),
         ("reply_to_id", None),
-        ("message_sid", {"a": ["}"]}),
+        ("message_sid", "}"),
     ]
     plain = {"chat_id": "c1", **schema}
     for rest in ({**schema, **stable}, plain, schema):
@@ -1690,6 +1665,10 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         'Set {"message_id": "1"} in the request. "message_id" is a key.',
         '{"schema": "my.inbound_meta.v1", "message_id": "1"}',
         'The block says "openclaw.inbound_meta.v1"; {"message_id": "1"} stands elsewhere.',
+        '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"} without a fence',
+        '```json\n{"about": "openclaw.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"schema": "my.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"message_id": "1"}\n```\n"schema": "openclaw.inbound_meta.v1"\n```json\n{"message_id": 1}\n```',
         '{"message_id": "1"} and "openclaw.inbound_meta.v1" and {"flags": 1}',
         '{"about": "openclaw.inbound_meta.v1", "message_id": "1"}',
         '{"schema": "x", "message_id": "1"} and "schema": "openclaw.inbound_meta.v1"',
@@ -1710,13 +1689,12 @@ def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None
 
 
 def test_scrub_inbound_among_other_json() -> None:
-    """Several blocks, JSON before and after, a block inside an outer object."""
+    """Several blocks, JSON before and after, and the same in no fence."""
     meta = '{"schema": "openclaw.inbound_meta.v1", "message_id": "1", "a": "{"}'
     left = '{"schema": "openclaw.inbound_meta.v1", "a": "{"}'
     for text in (
-        'Use {"message_id": 1} {\n%s\n} and {"flags": {}}\n%s',
-        '{"outer": %s, "message_id": 5}\n[%s]',
-        "{ %s }}} %s {",
+        'Use {"message_id": 1} {\n```json\n%s\n``` and {"flags": {}}\n```\n%s\n```',
+        '{"outer": 1, "message_id": 5}\n```json\n%s\n```\n```json\n%s\n```\n{"message_id": 5}',
     ):
         body = scrub_body("messages", ("system", text % (meta, meta)), ("user", "hi"))
         result, report = scrubbed(body, "messages")
@@ -2068,7 +2046,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
 def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
-    system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
+    system = f"{HEADER}\n" + scrub_block("S", SCRUB_INBOUND)
     user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
     body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
@@ -2091,6 +2069,7 @@ def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
 
 # --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
 
+SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     # name: (start, piece that is repeated, end)
     "spaces": ("a", " ", "b"),
@@ -2131,13 +2110,15 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     "string without end": (INFO + '\n```json\n{"message_id": "', '\\"', "}\n```\n\nhi"),
     "brackets": (INFO + "\n```json\n", "[", "]\n```\n\nhi"),
     "words": (INFO + "\n```json\n{", "word ", "(}\n```\n\nhi"),
-    "inbound braces": ("", "{", '"schema":"openclaw.inbound_meta.v1"'),
-    "inbound marks": ("{" * 32, "a ", '"schema":"openclaw.inbound_meta.' * 16),
-    "inbound quotes": ("", '\\"', '{"schema":"openclaw.inbound_meta.v1"'),
-    "inbound schemas": ("{", '"schema": "openclaw.inbound_meta.v1", ', ""),
-    "inbound spaces": ("{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
-    "inbound objects": ("", '{"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}}', ""),
-    "inbound without end": ('{"schema":"openclaw.inbound_meta.v1"', ',"flags":{}', ""),
+    "inbound braces": ("```json\n", "{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound fences": ("", "```json\n{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound schemas": ("```json\n{", '"schema": "openclaw.inbound_meta.v1", ', ""),
+    "inbound spaces": ("```json\n{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
+    "inbound objects": ("", f"```json\n{{{SCHEMA}}}\n```\n", ""),
+    "inbound without end": (f"```json\n{{{SCHEMA}", ',"flags":{}', ""),
+    "inbound flags": (f"```json\n{{{SCHEMA}", ',"flags":{', ""),
+    "inbound flags of strings": (f'```json\n{{{SCHEMA},"flags":{{', '"flags"', ""),
+    "inbound flags of words": (f'```json\n{{{SCHEMA},"flags":{{', "a", ""),
     "billing": ("[Anthropic] Claude Code v1", " (", "x"),
     "billing lines": ("x-anthropic-billing-header: a", "\n", ""),
     "runtime": ("", "Runtime: agent=x | sessionId=0-", ""),
@@ -3228,10 +3209,10 @@ def test_lift_members_of_the_inbound_object() -> None:
         left, found = kvproxy.lift_text(RP_META % inner, kvproxy.LIFTS)
         assert found == [("OpenClaw: sender_id", sender), ("OpenClaw: flags", flags)]
         assert json.loads(left[left.index("{") : left.rindex("}") + 1])["channel"] == "web"
-    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": [sonab]}, "flags": 5}'
-    assert kvproxy.lift_text(f"Use {{ {tail} }}.", kvproxy.LIFTS) == (
-        'Use { {"schema": "openclaw.inbound_meta.v2"} }.',
-        [("OpenClaw: sender_id", '"sender_id": {"a": [sonab]}'), ("OpenClaw: flags", '"flags": 5')],
+    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": "{"}, "flags": 5}'
+    assert kvproxy.lift_text(f"```json\n{tail}\n```", kvproxy.LIFTS) == (
+        '```json\n{"schema": "openclaw.inbound_meta.v2"}\n```',
+        [("OpenClaw: sender_id", '"sender_id": {"a": "{"}'), ("OpenClaw: flags", '"flags": 5')],
     )
 
 
