@@ -409,21 +409,21 @@ class View:
 
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
-    tool results has the role tool."""
-    name = item["role"] if "role" in item else item.get("type")
+    tool results has the role tool. Raises Unreadable."""
+    name, parts = item["role"] if "role" in item else item.get("type"), listed(item.get("content"))
     role = ROLES.get(str(name), "other")  # str: a client may send what cannot be hashed
-    parts = listed(item.get("content")) if role == "user" else []
-    if parts and all(members(part).get("type") == "tool_result" for part in parts):
-        role = "tool"
+    check_limit("parts of a turn", len(parts))
+    if parts and role == "user":
+        results = all(members(part).get("type") == "tool_result" for part in parts)
+        role = "tool" if results else role
     key = "output" if "output" in item and "content" not in item else "content"
     return Turn(role, item, key, item)
 
 
-def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body; None when its shape is not the dialect's."""
-    if not isinstance(body, dict):
-        return None
-    items, head, turns = body.get(dialect.turns), [], []
+def view_of(body: Any, dialect: Dialect) -> View:
+    """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
+    body = members(body)
+    items, head = body.get(dialect.turns), []
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
     if isinstance(items, str) and dialect.turns != "messages":
@@ -433,8 +433,10 @@ def view_of(body: Any, dialect: Dialect) -> View | None:
     elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
         turns = [turn_of(item) for item in items]
     else:
-        return None
-    return View(body, dialect, head, turns) if all(turn.slots() for turn in head) else None
+        raise Unreadable("unknown shape")
+    if head and not head[0].slots():
+        raise Unreadable("unknown shape")
+    return View(body, dialect, head, turns)
 
 
 def goes_on_elsewhere(view: View) -> bool:
@@ -506,10 +508,7 @@ def bare(part: Json) -> Json:
 
 
 HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
-LIST_START = {
-    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+": ?))')
-    for key in ("messages", "input")
-}
+LIST_START = r'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))'
 ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 
 
@@ -526,23 +525,20 @@ class Reader:
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             with contextlib.suppress(ValueError, RecursionError):
                 return self.split(raw.decode(), dialect)
-        view = view_of(parse(raw), dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
-        return view
+        return view_of(parse(raw), dialect)
 
     def split(self, text: str, dialect: Dialect) -> View:
         """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
         does not work out."""
         key = dialect.turns
-        found = LIST_START[key].search(text)
+        found = re.search(LIST_START % key, text)
         if found is None:
             raise Unreadable("not the usual spelling")
         turns, end = self.read(text, found.end(), found[1])
         body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+        if body.get(key) != HOLE:
+            raise Unreadable("the list is another's")
         view = view_of({**body, key: []}, dialect)
-        if view is None or body.get(key) != HOLE:
-            raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
@@ -553,16 +549,14 @@ class Reader:
         turns: list[Turn] = []
         end = 0
         while True:
-            turn = None
+            turn, begin = None, at
             if end <= at:  # each end is tried once, so that all tries together cost little
                 end = text.find(border, at) + 1 or len(text)
                 turn = self.known.get(text[at:end].encode())
-            if turn is not None:
                 at = end
-            else:
-                item, stop = _parse_at(text, at)
-                turn = self.turn(item, text[at:stop].encode())
-                at = stop
+            if turn is None:
+                item, at = _parse_at(text, begin)
+                turn = self.turn(item, text[begin:at].encode())
             turns.append(turn)
             behind = ITEM_END.match(text, at)
             if behind is None:
@@ -615,7 +609,7 @@ class Report:
 
 LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
     "turns": 8000,
-    "texts in a turn": 500,
+    "parts of a turn": 500,
     "tools": 2000,
     "decorations of a text": 256,
 }
@@ -785,9 +779,6 @@ class Scrubber:
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
-        for turn in view.all():
-            if turn.said is None:  # else it was checked in an earlier request
-                check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
         system = [turn.text() for turn in view.system()]
         stamps = self.stamps and any(OPENCLAW.search(text) for text in system)
         view.head = [self.edit(turn, stamps, report) for turn in view.head]
@@ -852,15 +843,15 @@ def drop_empty(view: View, turn: Turn) -> None:
     nothing else is in it."""
     content = turn.holder.get(turn.key)
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    empty = [isinstance(text, str) and not text.strip() for text in texts]
-    kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
-    if kept and any(empty):
+    kept = [part for part in parts if str(members(part).get("text", part)).strip()]
+    if len(kept) == len(parts):
+        return
+    if kept:
         view.replace(turn, turn.own()).refit(kept)
-    elif any(empty) and turn.item is None:
+    elif turn.item is None:
         del turn.holder[turn.key]
         view.head.remove(turn)
-    elif any(empty) and len(view.turns) > 1:
+    elif len(view.turns) > 1:
         view.turns.remove(turn)
 
 
@@ -890,84 +881,70 @@ def system_first(
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
     the beginning"). So leading ones are merged, and so is the first one before any answer if it is
     known to stay: at the front every conversation shares it. Later ones become reminders in the
-    user turns beside them; so do short leading ones behind a long prompt, because what is said for
-    one turn may not change the front. Messages with a name are examples and stay as they are.
-    """
+    user turns beside them, or behind the results that they stand in front of; so do short leading
+    ones behind a long prompt, because what is said for one turn may not change the front. Messages
+    with a name are examples and stay as they are."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems):
-        return
-    if not all(turn.slots() for turn in view.head + systems):
-        return  # an unknown shape
-    leading, cares, front = view.leading(), pays(view), list(view.head)
-    early = itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), view.turns)
-    later = [turn for turn in early if turn.role == "system"][leading : leading + 1]
-    for turn in systems[:leading] + later:
-        long = len(turn.text()) >= LONG_PROMPT
-        stay = bool(KNOWN_TO_STAY.match(turn.text()))
-        if turn in later:
-            stay = stay or (long and stays(turn))
-        elif long or not cares or not front:  # what is short may be said for one turn
-            stay = True
-        if stay:
-            front.append(turn)
-    merged = set(front)
-    turns = [turn for turn in view.turns if turn not in merged]
-    report.system_moved += len(front) - (1 if leading else len(view.head))
-    if front and not view.head:
-        first = front[0].own()
-        if view.dialect.system and not leading:
-            view.body[view.dialect.system] = first.text()
-            view.head.append(Turn("system", view.body, view.dialect.system, None))
-        else:
-            turns.insert(0, first)
-    if front[1:]:
-        last = (view.head or turns)[0].slots()[-1]
-        last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
-    view.turns = fold_systems(view, turns, report)
-
-
-def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
-    """Turns with each system message behind the first turn as a reminder: in front of the user turn
-    that follows, else at the end of the one before, else as a message of its own; and behind the
-    results, where it stands between calls and their results."""
-    kept: list[Turn] = []
-    waiting: list[str] = []
-    item: Json = {}  # the newest of them
-    for turn in [*turns, None]:
-        if turn is not None and turn.role == "system" and (kept or view.head):
-            waiting.append(reminder(turn.text()))
-            item = turn.item or {}
-            report.system_moved += 1
-            continue
-        results = turn is not None and turn.role == "tool"
-        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
-            text = "\n\n".join(waiting)
-            if turn is not None and turn.role == "user" and turn.slots():
-                turn = turn.own()
-                slot = turn.slots()[0]
-                slot.set(text + "\n\n" + slot.get())
-            elif kept and (before := with_text(view, kept[-1], text)):
-                kept[-1] = before
+    named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
+    if named or not all(turn.slots() for turn in view.head + systems):
+        return  # examples, or an unknown shape
+    front, kept, waiting = list(view.head), list[Turn](), list[Turn]()
+    leading = early = True  # no other message, and neither answer nor later system message came
+    cares = pays(view)
+    for turn in [*view.turns, None]:
+        role = turn.role if turn is not None else ""
+        if turn is not None and role == "system":
+            long, known = len(turn.text()) >= LONG_PROMPT, KNOWN_TO_STAY.match(turn.text())
+            if leading:
+                stay = known or long or not cares or not front
             else:
-                kept.append(turn_of({**item, "role": "user", "content": text}))
+                stay = early and (known or (long and stays(turn)))
+                early = False
+            (front if stay else waiting).append(turn)
+            continue
+        leading, early = False, early and role not in ("assistant", "tool")
+        if waiting and not (role == "tool" and kept and kept[-1].role in ("assistant", "tool")):
+            report.system_moved += len(waiting)
+            turn = remind(view, waiting, kept, turn)
             waiting = []
         if turn is not None:
             kept.append(turn)
-    return kept
+    report.system_moved += len(front) - (1 if view.turns[0] in systems else len(view.head))
+    if front and not view.head:
+        first = front[0].own()
+        if view.dialect.system and view.turns[0] not in systems:
+            view.body[view.dialect.system] = first.text()
+            view.head.append(Turn("system", view.body, view.dialect.system, None))
+        else:
+            kept.insert(0, first)
+    if front[1:]:
+        last = (view.head or kept)[0].slots()[-1]
+        last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
+    view.turns = kept
 
 
-def with_text(view: View, turn: Turn, text: str) -> Turn | None:
-    """A user message with a text at its end; None where that cannot be."""
-    content = turn.holder.get(turn.key)
-    if (turn.item or {}).get("role") != "user" or not isinstance(content, (str, list)):
-        return None
+def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None) -> Turn | None:
+    """Say what system messages say in the user turn behind them, which is returned; else at the end
+    of the one before, else in a message of its own."""
+    text = "\n\n".join([reminder(one.text()) for one in systems])
+    if turn is not None and turn.role == "user" and turn.slots():
+        turn = turn.own()
+        slot = turn.slots()[0]
+        slot.set(text + "\n\n" + slot.get())
+        return turn
+    item = dict(before[-1].item or {}) if before else {}
+    content = item.get("content") if item.get("role") == "user" else None
     if isinstance(content, list):
-        more: Any = [*content, {"type": view.dialect.text, "text": text}]
+        item["content"] = [*content, {"type": view.dialect.text, "text": text}]
+        before[-1] = turn_of(item)
+    elif isinstance(content, str):
+        item["content"] = f"{content}\n\n{text}" if content else text
+        before[-1] = turn_of(item)
     else:
-        more = f"{content}\n\n{text}" if content else text
-    return turn_of({**turn.holder, turn.key: more})
+        before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
+    return turn
 
 
 def scrub(
@@ -985,8 +962,6 @@ def scrub(
     try:
         body = copy.deepcopy(payload)
         view = view_of(body, named[dialect] if dialect else guess_dialect(body))
-        if view is None:
-            raise Unreadable("unknown shape")
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:

@@ -2198,7 +2198,7 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("turns", {"messages": scrub_turns(("user", "x")) * 8001}),
         ("tools", {"tools": [{"name": "t"}] * 2001, "messages": scrub_turns(("user", "x"))}),
         (
-            "texts in a turn",
+            "parts of a turn",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
         ),
         (
