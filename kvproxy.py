@@ -22,8 +22,7 @@ begins with what the server has already read:
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
+The sections stand in that order. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -37,8 +36,7 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
-    sys.exit(TOO_OLD % sys.version_info[:2])
+    sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
 
 import argparse
 import array
@@ -105,8 +103,7 @@ class ConfigError(ValueError):
 
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
-    """A Config field with its help. Allowed are, if given, the words, or what lies between two
-    numbers."""
+    """A Config field. `allowed`: some words, or the least and the largest number."""
     return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
@@ -194,9 +191,8 @@ VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
 _NAME = r"[\w-]{1,63}(?:\.[\w-]{1,63})*\.?"
 _IPV6 = r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*(?:%\w+)?"
 IS_HOST = re.compile(rf"{_NAME}|{_IPV6}", re.ASCII)
-BARE_URL = re.compile(rf"(?:{_NAME}|\[{_IPV6}\]):[1-9]\d*(?:/[!-~]*)?", re.ASCII)  # host:port
-IS_URL = re.compile(
-    rf"https?://(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
+URL = re.compile(
+    rf"(https?://)?(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
 )
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
@@ -245,10 +241,10 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
     elif item.name == "listen_host" and not IS_HOST.fullmatch(value):
         raise ValueError("must be an address or a host name")
     elif item.name == "backend_url" and value:
-        value = "http://" + value if BARE_URL.fullmatch(value) else value
-        found = IS_URL.fullmatch(value)
-        if found is None or int(found[1] or 80) > 65535:
+        found = URL.fullmatch(value)
+        if not found or not any(found.groups()) or int(found[2] or 80) > 65535:
             raise ValueError("must be http://host[:port][/prefix] or https://...")
+        value = value if found[1] else "http://" + value
     return value
 
 
@@ -304,9 +300,10 @@ class Slot(NamedTuple):
     def get(self) -> str:
         return self.holder[self.key]  # type: ignore[no-any-return]
 
-    def set(self, text: str) -> None:
-        self.holder[self.key] = text
-        self.turn.changed()
+    def set(self, text: Any) -> None:
+        """Replace it, and forget what was found out about the turn."""
+        self.holder[self.key], turn = text, self.turn
+        turn.raw = turn.scrubbed = turn.said = turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -320,7 +317,7 @@ class Turn:
     key: str
     item: Json | None
     raw: bytes | None = None  # the item as JSON
-    scrubbed: Scrubbed | None = None
+    scrubbed: tuple[bool, Turn | None, collections.Counter[str]] | None = None  # see Scrubber
     said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
@@ -333,14 +330,9 @@ class Turn:
             item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
         return Turn(self.role, item, self.key, item)
 
-    def changed(self) -> None:
-        """Forget what was found out about it."""
-        self.raw = self.scrubbed = self.said = self.told = None
-
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
-        self.holder[self.key] = content
-        self.changed()
+        Slot(self, self.holder, self.key).set(content)
 
     def json(self) -> bytes:
         """The item as JSON: as it came, if nobody changed it."""
@@ -368,29 +360,20 @@ class Turn:
 @dataclasses.dataclass(slots=True)
 class View:
     """A request body as turns. `head` is system text beside the list; `turns` are the list's
-    entries, which are only in `body` itself after store()."""
+    entries as they are now, `body` has them as they came."""
 
     body: Json
     dialect: Dialect
     head: list[Turn]
     turns: list[Turn]
 
-    def all(self) -> list[Turn]:
-        return self.head + self.turns
-
     def leading(self) -> int:
         """How many turns at the start of the list are system messages."""
-        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
-        return next(others, len(self.turns))
+        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
-
-    def store(self) -> None:
-        """Write `turns` back into the body."""
-        if not self.turns or self.turns[0].item is not None:
-            self.body[self.dialect.turns] = [turn.item for turn in self.turns]
 
     def replace(self, turn: Turn, new: Turn) -> Turn:
         """Put a changed turn in a turn's place."""
@@ -433,8 +416,8 @@ def view_of(body: Any, dialect: Dialect) -> View:
     elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
         turns = [turn_of(item) for item in items]
     else:
-        raise Unreadable("unknown shape")
-    if head and not head[0].slots():
+        turns = None
+    if turns is None or not all(turn.slots() for turn in head):
         raise Unreadable("unknown shape")
     return View(body, dialect, head, turns)
 
@@ -497,8 +480,7 @@ def parse(raw: bytes | bytearray | str) -> Json:
 
 
 def dump(body: Any) -> bytes:
-    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises
-    RecursionError."""
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -682,12 +664,11 @@ TAIL_LINE = re.compile(
 
 
 class Lead(NamedTuple):
-    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
-    `inner` is where its content begins."""
+    """A decoration at the start of a user text, with the newlines behind it."""
 
     kind: str
     start: int
-    inner: int
+    inner: int  # where its content begins
     end: int
 
 
@@ -759,10 +740,6 @@ def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
     return [span for block in blocks for span in members_in(text, pattern, *block.span())]
 
 
-# Whether stamps had to go, the turn without what had to go, if anything had, and how much that was.
-Scrubbed = tuple[bool, Turn | None, collections.Counter[str]]
-
-
 class Scrubber:
     """The rules that a configuration switches on, with the user's patterns compiled."""
 
@@ -771,16 +748,13 @@ class Scrubber:
         self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
-        users = self.user_ids or self.stamps or self.patterns
-        self.roles = ("system", "user") if users else ("system",)
 
     def apply(self, view: View, report: Report) -> None:
         """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
-        system = [turn.text() for turn in view.system()]
-        stamps = self.stamps and any(OPENCLAW.search(text) for text in system)
+        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
         view.head = [self.edit(turn, stamps, report) for turn in view.head]
         view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
         for turn in view.system() if report.billing_removed else ():
@@ -788,7 +762,7 @@ class Scrubber:
 
     def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
         """A turn without what the rules take out; remembered with the turn."""
-        if turn.role not in self.roles:
+        if turn.role not in ("system", "user"):
             return turn
         if turn.scrubbed is None or turn.scrubbed[0] != stamps:
             turn.scrubbed = (stamps, *self.strip(turn, stamps))
@@ -950,11 +924,9 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed; `payload` itself is not changed.
-
-    `dialect` is chat, responses, messages or completions; without it the body's shape decides. This
-    is the stateless half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back
-    equal, with `report.note` set."""
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
+    and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
+    is chat, responses, messages or completions; without it the body's shape decides."""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
@@ -966,7 +938,7 @@ def scrub(
             Scrubber(config).apply(view, report)
             if config.system_first:
                 system_first(view, report)
-            view.store()
+            body = json.loads(view.dump())
     except RecursionError:
         return payload, Report(note="nested too deeply")
     except Unreadable as error:
@@ -6522,7 +6494,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
-    if "://" in word or BARE_URL.fullmatch(word):
+    if ":" in word:
         return f"; write BACKEND_URL={word}"
     name = word.strip("-").replace("-", "_").upper()
     settings = [item.name.upper() for item in dataclasses.fields(Config)]
