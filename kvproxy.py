@@ -527,20 +527,19 @@ class Reader:
     def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
         """The turns of the list whose first one is at `at`, and where the list ends. Each begins
         with `opening`, as a rule, so that known ones are found without parsing."""
-        border = ("}, " if opening.endswith(" ") else "},") + opening
+        comma = ", " if opening.endswith(" ") else ","
         turns: list[Turn] = []
         end = 0
         while True:
-            turn, begin = None, at
             if end <= at:  # each end is tried once, so that all tries together cost little
-                end = text.find(border, at) + 1 or len(text)
-                turn = self.known.get(text[at:end].encode())
-                at = end
-            if turn is None:
-                item, at = _parse_at(text, begin)
-                turn = self.turn(item, text[begin:at].encode())
-            turns.append(turn)
-            behind = ITEM_END.match(text, at)
+                end = text.find("}" + comma + opening, at) + 1 or len(text)
+                if known := self.known.get(text[at:end].encode()):
+                    turns.append(known)
+                    at = end + len(comma)
+                    continue
+            item, stop = _parse_at(text, at)
+            turns.append(self.turn(item, text[at:stop].encode()))
+            behind = ITEM_END.match(text, stop)
             if behind is None:
                 raise Unreadable("not the usual spelling")
             at = behind.end()
