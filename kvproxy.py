@@ -118,12 +118,8 @@ class Config:
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
     backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
-    strip_message_ids: str = setting(
-        "system", "drop OpenClaw's ids; 1: users', too", "0", "1", "system"
-    )
-    strip_timestamps: str = setting(
-        "auto", "drop OpenClaw's stamps; auto: if REPLAY=0", "auto", "0", "1"
-    )
+    strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
+    strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
@@ -272,8 +268,7 @@ DIALECTS = {
 }
 # count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
-    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
-    re.ASCII,
+    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
 UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
@@ -708,14 +703,13 @@ LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a perso
 BILLING = re.compile(
     r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
 )
-OPENCLAW = re.compile(
-    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
-    re.MULTILINE,
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
 )
 
 
-def members_in(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
+def member_spans(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
     """Where such members stand; each with a comma, so that none dangles when they are cut."""
     spans: list[Span] = []
     for found in pattern.finditer(text, start, end):
@@ -736,7 +730,7 @@ def members_in(text: str, pattern: re.Pattern[str], start: int, end: int) -> lis
 def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
     """Members of OpenClaw's inbound object in a system prompt."""
     blocks = INBOUND.finditer(text)
-    return [span for block in blocks for span in members_in(text, pattern, *block.span())]
+    return [span for block in blocks for span in member_spans(text, pattern, *block.span())]
 
 
 class Scrubber:
@@ -788,7 +782,7 @@ class Scrubber:
                 leads = lead(text)
                 for one in leads:
                     if one.kind == "block" and self.user_ids:
-                        ids += members_in(text, IDS, one.inner, one.end)
+                        ids += member_spans(text, IDS, one.inner, one.end)
                     elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
                         others = [(one.start, one.inner)]
                         counts["ts_removed"] += 1

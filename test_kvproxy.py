@@ -1551,7 +1551,7 @@ def test_scrub_members_equal_parsing(seed: int) -> None:
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        left = kvproxy.without(text, kvproxy.members_in(text, kvproxy.IDS, 7, len(text)))
+        left = kvproxy.without(text, kvproxy.member_spans(text, kvproxy.IDS, 7, len(text)))
         left = re.sub(r"{\s+}", "{}", left)
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
 
@@ -1566,7 +1566,7 @@ def test_scrub_members_equal_parsing(seed: int) -> None:
     ],
 )
 def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
-    members = kvproxy.members_in(before, kvproxy.IDS, 0, len(before))
+    members = kvproxy.member_spans(before, kvproxy.IDS, 0, len(before))
     assert kvproxy.without(before, members) == after
 
 
