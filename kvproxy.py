@@ -22,8 +22,7 @@ begins with what the server has already read:
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
+The sections stand in that order. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -37,8 +36,7 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
-    sys.exit(TOO_OLD % sys.version_info[:2])
+    sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
 
 import argparse
 import array
@@ -105,12 +103,9 @@ class ConfigError(ValueError):
     """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
-    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
-    or the `kind` says it (host, url, regex)."""
-    if span:
-        check["low"], check["high"] = span
-    return dataclasses.field(default=default, metadata={"help": help, **check})
+def setting(default: Any, help: str, *allowed: Any) -> Any:
+    """A Config field. `allowed`: some words, or the least and the largest number."""
+    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,26 +115,20 @@ class Config:
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
 
-    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
+    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
-    backend_url: str = setting(
-        "", "model server; unset: what answers on 127.0.0.1:8080, :9931 or :12345", kind="url"
-    )
+    backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
-    strip_message_ids: str = setting(
-        "system", "drop OpenClaw's ids; 1: from user texts, too", choices=("0", "1", "system")
-    )
-    strip_timestamps: str = setting(
-        "auto", "drop OpenClaw's time stamps; auto: only with REPLAY=0", choices=("auto", "0", "1")
-    )
+    strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
+    strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
-    strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
+    strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
     learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
-    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
+    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns")
     replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
     ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
     keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
@@ -155,17 +144,20 @@ class Config:
     max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
-    log_level: str = setting("info", "verbosity", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            _check(item, item.name.upper(), getattr(self, item.name))
+            value = getattr(self, item.name)
+            try:
+                object.__setattr__(self, item.name, _checked(item, value))
+            except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
-        vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
         if port == self.listen_port and (here or len(hosts) == 1):
             fault = "must not be kvproxy's own address; set LISTEN_PORT"
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
@@ -174,16 +166,11 @@ class Config:
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            for name in _variables(item, environ):
-                if not (text := environ[name].strip()):
-                    continue
-                if item.metadata.get("kind") == "regex":
-                    value: Any = (environ[name],)
-                    values[item.name] = values.get(item.name, ()) + value
-                else:
-                    value = values[item.name] = _convert(item, text)
-                _check(item, name, value, environ[name])
+        for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
+            item, text = setting_of(name), environ[name]
+            if item and text.strip():
+                pattern = item.default == ()
+                values[item.name] = (*values.get(item.name, ()), text) if pattern else text.strip()
         return cls(**values)
 
     @classmethod
@@ -193,22 +180,28 @@ class Config:
         for item in dataclasses.fields(cls):
             name, default, about = item.name.upper(), item.default, item.metadata["help"]
             if default == ():
-                rows.append((name, "", f"{about}; more: {name}_2, _3, ..."))
-            else:
-                rows.append((name, str(default) if type(default) is str else f"{default:g}", about))
+                default, about = "", f"{about}; more: {name}_2, _3, ..."
+            rows.append((name, default if type(default) is str else f"{default:g}", about))
         return rows
 
 
-def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
-    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
-    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
-    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
+_NAME = r"[\w-]{1,63}(?:\.[\w-]{1,63})*\.?"
+_IPV6 = r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*(?:%\w+)?"
+IS_HOST = re.compile(rf"{_NAME}|{_IPV6}", re.ASCII)
+URL = re.compile(
+    rf"(https?://)?(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
+)
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+def setting_of(variable: str) -> dataclasses.Field[Any] | None:
+    """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
+    match = VARIABLE.fullmatch(variable)
+    item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
+    return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -217,70 +210,40 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
         close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not is_setting(variable):
+        if close and not setting_of(variable):
             yield variable, close[0]
 
 
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
-_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
-_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
-_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
-
-
-def _convert(item: dataclasses.Field[Any], text: str) -> Any:
-    """A variable's text in the type of its setting; as it is, where that cannot be."""
-    if isinstance(item.default, bool):
-        return _WORDS.get(text.lower(), text)
-    if isinstance(item.default, (int, float)):
-        with contextlib.suppress(ValueError):
-            return type(item.default)(text)
-    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
-        return "http://" + text
-    return text.lower() if "choices" in item.metadata else text
-
-
-def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
-    if fault := _fault(item, value):
-        raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
-
-
-def _fault(item: dataclasses.Field[Any], value: Any) -> str:
-    """What is wrong with a setting's value, or nothing."""
-    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
-    types = (int, float) if wanted is float else wanted
-    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
-        return f"must be {_TYPES[wanted]}"
-    if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
-        return f"must be from {check['low']} to {check['high']}"
-    if "choices" in check and value not in check["choices"]:
-        return "must be one of " + ", ".join(check["choices"])
-    if kind == "host" and not _is_host(value):
-        return "must be an address or a host name"
-    if kind == "url" and value and not _is_url(value):
-        return "must be http://host[:port][/prefix] or https://..."
-    for pattern in value if kind == "regex" else ():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            return f"must be a Python regular expression: {error}"
-    return ""
-
-
-def _is_host(value: str) -> bool:
-    with contextlib.suppress(UnicodeError):  # 127.0.0..1: connecting to it would raise this
-        return bool(value.encode("idna")) and not re.search(r"[^\w.:%-]", value, re.ASCII)
-    return False
-
-
-def _is_url(value: str) -> bool:
+def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+    """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
+    kind: Any = type(item.default)
+    allowed = item.metadata["allowed"]
     try:
-        parts = urllib.parse.urlsplit(value)
-        named = parts.port != 0 and _is_host(parts.hostname or "")
-    except ValueError:  # a port that is no number, a bracket too few
-        return False
-    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
-    return named and known and not re.search(r"[^!-~]|[?#]", value)
+        if kind is bool:
+            value = _WORDS[str(value).lower()]
+        elif kind in (int, float):
+            value = kind(str(value))
+        elif not isinstance(value, kind):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"must be {_TYPES[kind]}") from None
+    if kind is tuple:
+        for pattern in value:
+            re.compile(pattern)
+    elif kind is str and allowed:
+        value = value.lower()
+        if value not in allowed:
+            raise ValueError("must be one of " + ", ".join(allowed))
+    elif allowed and not allowed[0] <= value <= allowed[1]:  # NaN fails both comparisons
+        raise ValueError(f"must be from {allowed[0]} to {allowed[1]}")
+    elif item.name == "listen_host" and not IS_HOST.fullmatch(value):
+        raise ValueError("must be an address or a host name")
+    elif item.name == "backend_url" and value:
+        found = URL.fullmatch(value)
+        if not found or not any(found.groups()) or int(found[2] or 80) > 65535:
+            raise ValueError("must be http://host[:port][/prefix] or https://...")
+        value = value if found[1] else "http://" + value
+    return value
 
 
 # ==================================================================================================
@@ -289,8 +252,7 @@ def _is_url(value: str) -> bool:
 
 
 class Dialect(NamedTuple):
-    """Where a request's prompt is. `system` and `turns` name keys of the body; `text` is the type
-    of a new text part."""
+    """A request's shape: the body's keys for system text and turns, the type of a text part."""
 
     name: str
     system: str
@@ -308,14 +270,11 @@ DIALECTS = {
 }
 # count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
-    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
-    re.ASCII,
+    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
-)
+UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
+                "reasoning", "reasoning_text", "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
@@ -338,30 +297,29 @@ class Slot(NamedTuple):
     def get(self) -> str:
         return self.holder[self.key]  # type: ignore[no-any-return]
 
-    def set(self, text: str) -> None:
-        self.holder[self.key] = text
-        self.turn.changed()
+    def set(self, text: Any) -> None:
+        """Replace it, and forget what was found out about the turn."""
+        self.holder[self.key], turn = text, self.turn
+        turn.raw = turn.scrubbed = turn.said = turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
-    for text beside it.
+    for text beside it. Requests share turns, with what was found out about them, so only an own()
+    copy may be edited."""
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
-    turn share it, with what was found out about it, so only an own() copy may be changed."""
-
-    role: str
+    role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
     key: str
     item: Json | None
     raw: bytes | None = None  # the item as JSON
-    counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
+    scrubbed: tuple[bool, Turn | None, collections.Counter[str]] | None = None  # see Scrubber
     said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
-        """A copy that may be changed."""
+        """A copy that may be edited."""
         if self.item is None:
             return self
         item = dict(self.item)
@@ -369,14 +327,9 @@ class Turn:
             item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
         return Turn(self.role, item, self.key, item)
 
-    def changed(self) -> None:
-        """Forget what was found out about it."""
-        self.raw = self.said = self.told = None
-
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
-        self.holder[self.key] = content
-        self.changed()
+        Slot(self, self.holder, self.key).set(content)
 
     def json(self) -> bytes:
         """The item as JSON: as it came, if nobody changed it."""
@@ -385,8 +338,7 @@ class Turn:
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, in order; tool calls and tool results are
-        not among them."""
+        """The texts that a person or the client wrote, not tool calls and their results."""
         content = self.holder.get(self.key)
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
@@ -404,30 +356,21 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text that stands beside the list; `turns` are the
-    list's entries, which are only in `body` itself after store()."""
+    """A request body as turns. `head` is system text beside the list; `turns` are the list's
+    entries as they are now, `body` has them as they came."""
 
     body: Json
     dialect: Dialect
     head: list[Turn]
     turns: list[Turn]
 
-    def all(self) -> list[Turn]:
-        return self.head + self.turns
-
     def leading(self) -> int:
-        """How many turns at the start of the list are system or developer messages."""
-        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
-        return next(others, len(self.turns))
+        """How many turns at the start of the list are system messages."""
+        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
-
-    def store(self) -> None:
-        """Write `turns` back into the body."""
-        if not self.turns or self.turns[0].item is not None:
-            self.body[self.dialect.turns] = [turn.item for turn in self.turns]
 
     def replace(self, turn: Turn, new: Turn) -> Turn:
         """Put a changed turn in a turn's place."""
@@ -446,60 +389,53 @@ class View:
 
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
-    tool results has the role tool."""
-    name = item["role"] if "role" in item else item.get("type")
+    tool results has the role tool. Raises Unreadable."""
+    name, parts = item["role"] if "role" in item else item.get("type"), listed(item.get("content"))
     role = ROLES.get(str(name), "other")  # str: a client may send what cannot be hashed
-    parts = listed(item.get("content")) if role == "user" else []
-    if parts and all(members(part).get("type") == "tool_result" for part in parts):
-        role = "tool"
+    check_limit("parts of a turn", len(parts))
+    if parts and role == "user":
+        results = all(members(part).get("type") == "tool_result" for part in parts)
+        role = "tool" if results else role
     key = "output" if "output" in item and "content" not in item else "content"
     return Turn(role, item, key, item)
 
 
-def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body; None when its shape is not the dialect's."""
-    if not isinstance(body, dict):
-        return None
-    head, items = [], body.get(dialect.turns)
+def view_of(body: Any, dialect: Dialect) -> View:
+    """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
+    body = members(body)
+    items, head = body.get(dialect.turns), []
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
-        if not head[0].slots():
-            return None
-    if isinstance(items, str) and dialect.turns in ("input", "prompt"):
-        return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
-    if not isinstance(items, list):
-        return None
-    if dialect.turns == "prompt":
-        return View(body, dialect, head, [Turn("other", body, "prompt", None)])
-    if not all(isinstance(item, dict) for item in items):
-        return None
-    return View(body, dialect, head, [turn_of(item) for item in items])
+    if isinstance(items, str) and dialect.turns != "messages":
+        turns = [Turn("user", body, dialect.turns, None)]
+    elif isinstance(items, list) and dialect.turns == "prompt":
+        turns = [Turn("other", body, "prompt", None)]
+    elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
+        turns = [turn_of(item) for item in items]
+    else:
+        turns = None
+    if turns is None or not all(turn.slots() for turn in head):
+        raise Unreadable("unknown shape")
+    return View(body, dialect, head, turns)
 
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    if view.dialect.name != "responses":
-        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    items = [turn.item or {} for turn in view.turns]
-    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
+    by_reference = any((turn.item or {}).get("type") == "item_reference" for turn in view.turns)
+    return view.dialect.name == "responses" and bool(stored or by_reference)
 
 
-def guess_dialect(body: Json) -> Dialect:
+def guess_dialect(body: Any) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
-    if "input" in body:
-        return DIALECTS["responses"]
-    if "messages" not in body:
-        return DIALECTS["completions"]
-    return DIALECTS["messages" if "system" in body else "chat/completions"]
+    keys = members(body)
+    if "messages" in keys:
+        return DIALECTS["messages" if "system" in keys else "chat/completions"]
+    return DIALECTS["responses" if "input" in keys else "completions"]
 
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
-
-
-class TooMany(Unreadable):
-    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -530,22 +466,18 @@ def parse(raw: bytes | bytearray | str) -> Json:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
         body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
-    except UnicodeDecodeError:
-        raise Unreadable("not UTF-8") from None
-    except RecursionError:
-        raise Unreadable("nested too deeply") from None
     except Unreadable:
         raise
-    except ValueError as error:
-        raise Unreadable(f"not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deeply"}
+        raise Unreadable(why.get(type(error), f"not JSON ({error})")) from None
     if not isinstance(body, dict):
         raise Unreadable("not a JSON object")
     return body
 
 
 def dump(body: Any) -> bytes:
-    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises
-    RecursionError."""
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -566,13 +498,11 @@ Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
-    threads."""
+    """Makes views of bodies, and remembers turns by their bytes: each request brings its
+    conversation's history again, which need be parsed only once. Safe to use from many threads."""
 
-    def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes that the turns may take."""
-        self.scrubber, self.limit = scrubber, limit
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # bytes that the turns may take
         self.forget()
 
     def forget(self) -> None:
@@ -585,16 +515,9 @@ class Reader:
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 return self.split(raw, dialect)
-            except TooMany:
-                raise
-            except (ValueError, RecursionError):
-                pass
-        view = view_of(parse(raw), dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
-        return view
+        return view_of(parse(raw), dialect)
 
     def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
@@ -616,8 +539,6 @@ class Reader:
         if isinstance(body.get(dialect.system), list):  # its texts may be edited
             body[dialect.system] = copy.deepcopy(body[dialect.system])
         view = view_of(body, dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
@@ -665,17 +586,13 @@ class Reader:
             place += at - end
 
     def turn(self, item: Any, raw: bytes) -> Known:
-        """The turn with these bytes, and they. A new one is remembered, and scrubbed if it is a user's; what
-        is cut out of a system text depends on those before it."""
+        """The turn with these bytes, and they."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         if known := self.known.get(raw):
             return known
-        turn = turn_of(item)
+        turn, size = turn_of(item), 1500 + 3 * len(raw)
         turn.raw = raw
-        if turn.role == "user" and self.scrubber is not None:
-            turn.counts = self.scrubber.edit(turn, True)
-        size = 1500 + 3 * len(raw)  # bytes, roughly
         if size <= self.limit:
             if self.size + size > self.limit:
                 self.forget()
@@ -701,12 +618,6 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
-    def count(self, counts: list[tuple[str, int]]) -> bool:
-        """Add numbers to fields; whether there were any."""
-        for name, number in counts:
-            setattr(self, name, getattr(self, name) + number)
-        return bool(counts)
-
     def edits(self) -> int:
         about = ("items", "items_modified", "note")
         return sum(number for name, number in vars(self).items() if name not in about)
@@ -718,7 +629,7 @@ class Report:
 
 LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
     "turns": 8000,
-    "texts in a turn": 500,
+    "parts of a turn": 500,
     "tools": 2000,
     "decorations of a text": 256,
 }
@@ -727,7 +638,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise TooMany(f"too many {what}")
+        raise Unreadable(f"too many {what}")
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -791,12 +702,11 @@ TAIL_LINE = re.compile(
 
 
 class Lead(NamedTuple):
-    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
-    `inner` is where its content begins."""
+    """A decoration at the start of a user text, with the newlines behind it."""
 
     kind: str
     start: int
-    inner: int
+    inner: int  # where its content begins
     end: int
 
 
@@ -819,162 +729,52 @@ def lead(text: str) -> list[Lead]:
     return found
 
 
-# --- JSON members, cut where they stand: the layout of what stays is kept -------------------------
+# --- ids, stamps, billing headers -----------------------------------------------------------------
 
-ID_KEYS = frozenset(
-    ["message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"]
-)
-INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
-INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-# Any word passes for a value: it is enough to know where a value ends.
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
-MEMBER_END = re.compile(r"\s*(,\s*)?")
 
 
-def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON object or array at text[start] ends (-1: none stands there), and its members
-    of those names, at any depth."""
-    quoted = {f'"{name}"' for name in names}
-    found: list[Span] = []
-    at, depth = start, 0
-    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
-    while token := JSON_TOKEN.match(text, at):
-        word, at = token[1], token.end()
-        if word in "{[":
-            depth += 1
-        elif not depth:
-            break
-        elif word in "}]":
-            depth -= 1
-            if member >= 0 and depth == outside:
-                found.append((member, at))
-                member = -1
-            if not depth:
-                return at, found
-        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
-            at = value.end()
-            if text.startswith(("{", "["), at):
-                member, outside = token.start(1), depth
-            else:
-                found.append((token.start(1), at))
-    return -1, []
+def member(name: str) -> re.Pattern[str]:
+    """A member of a JSON object; its value is plain, or an object of plain values."""
+    values = rf'{_STRING}|[\w.+-]+|\{{(?:[^{{}}"]*{_STRING})*[^{{}}"]*\}}'
+    return re.compile(rf'(?<!\\)"(?:{name})"\s*:\s*(?:{values})')
 
 
-def with_commas(text: str, members: list[Span]) -> list[Span]:
-    """What has to go with these members of a JSON value, so that no comma dangles."""
-    spans: list[Span] = []
-    for start, end in members:
-        behind = MEMBER_END.match(text, end)
-        assert behind is not None  # it matches nothing, too
-        if behind[1]:
-            spans.append((start, behind.end()))
-            continue
-        # the last one of its object: the comma before it goes
-        while spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        while text[start - 1] in " \t\r\n,":
-            start -= 1
-        spans.append((start, behind.end() if text[start - 1] == "{" else end))
-    return spans
-
-
-def inbound_objects(text: str) -> Iterator[int]:
-    """Where OpenClaw's inbound objects begin in a system prompt; clients write one."""
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
-        start = mark.start()
-        room = max(0, start - INBOUND_ROOM)
-        for _ in range(16):
-            start = text.rfind("{", room, start)
-            if start < 0:
-                break
-            line = max(room, text.rfind("\n", room, start))
-            quotes = text.count('"', line, start) - text.count('\\"', line, start)
-            if quotes % 2 == 0 and json_members(text, start, ())[0] > mark.start():
-                yield start  # no string holds this bracket
-                break
-
-
-# --- the rules: a text and the decorations at its start in, what has to go out --------------------
-
-Cuts = tuple[list[Span], int]  # what goes, and how many things that are
-
-
-def cut_inbound(text: str, _: list[Lead]) -> Cuts:
-    """The ids in OpenClaw's inbound object in a system prompt; not who speaks and the flags, which
-    are lifted."""
-    found = []
-    for start in inbound_objects(text):
-        found += json_members(text, start, ID_KEYS)[1]
-    return with_commas(text, found), len(found)
-
-
-def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
-    """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
-    running text, or in lines with an id, which clients store with the message."""
-    cut = []
-    for block in leads:
-        if block.kind == "block":
-            end, found = json_members(text, block.inner, ID_KEYS)
-            cut += found if text.startswith("\n```", end) and end < block.end else []
-    return with_commas(text, cut), len(cut)
-
-
-STAMP = re.compile(_STAMP)
-
-
-def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
-    a log."""
-    for one in leads:
-        if one.kind == "stamp":
-            line = text.find("\n", one.inner) + 1
-            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
-            return ([], 0) if log else ([(one.start, one.inner)], 1)
-    return [], 0
-
-
+IDS = member("(?:message|reply_to)_id(?:_full)?|message_sid")
+COMMA = re.compile(r"\s*,\s*")
+INBOUND = re.compile(r'```(?:json)?\n\{[^{}`]*"schema"\s*:\s*"openclaw\.inbound_meta\.[^`]*')
+LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
 BILLING = re.compile(
     r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
 )
-
-
-def cut_billing(text: str, _: list[Lead]) -> Cuts:
-    """Claude Code's attribution, at the very start."""
-    match = BILLING.match(text)
-    return ([match.span()], 1) if match else ([], 0)
-
-
-class Rule(NamedTuple):
-    """Texts of `role` (only the first system text, if `first`) that hold one of `markers` lose what
-    `cuts` finds; `counter` is the field of Report for it."""
-
-    role: str
-    first: bool
-    cuts: Callable[[str, list[Lead]], Cuts]
-    counter: str
-    markers: Iterable[str]
-
-
-ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
-BILLING_RULE = Rule("system", True, cut_billing, "billing_removed", ATTRIBUTIONS)
-INBOUND_RULE = Rule("system", False, cut_inbound, "msg_ids_removed", ["openclaw.inbound_meta."])
-BLOCK_RULE = Rule("user", True, cut_block_ids, "msg_ids_removed", ID_KEYS)
-STAMP_RULE = Rule("user", True, cut_stamp, "ts_removed", (" 202", " 203"))  # OpenClaw's requests
-OPENCLAW = re.compile(
-    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
-    re.MULTILINE,
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
 )
 
 
-def from_openclaw(view: View) -> bool:
-    """Whether the system prompt has, or a user text begins with, what only OpenClaw writes."""
-    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
-        return True
-    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
-    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
+def member_spans(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
+    """Where such members stand; each with a comma, so that none dangles when they are cut."""
+    spans: list[Span] = []
+    for found in pattern.finditer(text, start, end):
+        begin, stop = found.span()
+        if comma := COMMA.match(text, stop):
+            stop = comma.end()
+        else:  # the one that is the last then loses its comma
+            for before in reversed(spans):
+                if before[1] != begin:
+                    break
+                begin = before[0]
+            while text[begin - 1] in " \t\r\n,":
+                begin -= 1
+        spans.append((begin, stop))
+    return spans
+
+
+def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
+    """Members of OpenClaw's inbound object in a system prompt."""
+    blocks = INBOUND.finditer(text)
+    return [span for block in blocks for span in member_spans(text, pattern, *block.span())]
 
 
 class Scrubber:
@@ -982,88 +782,64 @@ class Scrubber:
 
     def __init__(self, config: Config) -> None:
         ids, stamps = config.strip_message_ids, config.strip_timestamps
-        switched = (
-            (BILLING_RULE, config.strip_billing),
-            (INBOUND_RULE, ids != "0"),
-            (BLOCK_RULE, ids == "1"),
-        )
-        self.rules = [rule for rule, on in switched if on]
+        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
-        self.ids = ID_KEYS if ids == "1" else frozenset()
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place. Raises Unreadable for a body beyond LIMITS."""
+        """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
-        seen_system = False
-        for at, turn in enumerate(view.all(), -len(view.head)):
-            if turn.said is None:  # else it was checked in an earlier request
-                check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
-            if turn.role not in ("system", "user"):
-                continue
-            counts = turn.counts
-            if counts is None:
-                turn = turn.own()
-                turn.counts = counts = self.edit(turn, not seen_system)
-            if counts and at >= 0:
-                view.turns[at] = turn
-            seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(counts)
-        if self.stamps and from_openclaw(view):
-            self.drop_stamps(view, report)
-        if report.billing_removed:
-            first = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-            drop_empty(view, first)
+        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
+        view.head = [self.edit(turn, stamps, report) for turn in view.head]
+        view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
+        for turn in view.system() if report.billing_removed else ():
+            drop_empty(view, turn)
 
-    def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
-        """Edit a turn, in place; what to count. `first`: no other system text stands before this
-        one."""
-        counts = self.edit_texts(turn, first, self.rules)
-        for slot in turn.slots() if self.patterns else ():
+    def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
+        """A turn without what the rules take out; remembered with the turn."""
+        if turn.role not in ("system", "user"):
+            return turn
+        if turn.scrubbed is None or turn.scrubbed[0] != stamps:
+            turn.scrubbed = (stamps, *self.strip(turn, stamps))
+        _, edited, counts = turn.scrubbed
+        for name, number in counts.items():
+            setattr(report, name, getattr(report, name) + number)
+        report.items_modified += bool(counts)
+        return edited or turn
+
+    def strip(self, turn: Turn, stamps: bool) -> tuple[Turn | None, collections.Counter[str]]:
+        """Run the rules over a turn; a text beside the list is edited in place."""
+        edited, counts = turn.own(), collections.Counter[str]()
+        begun = False  # the person's words: what follows them was pasted or attached
+        for slot in edited.slots():
+            text = slot.get()
+            ids: list[Span] = []
+            others: list[Span] = []
+            if turn.role == "system":
+                ids = inbound_members(text, IDS) if self.system_ids else []
+                if self.billing and (header := BILLING.match(text)):
+                    others = [header.span()]
+                    counts["billing_removed"] += 1
+            elif not begun:
+                leads = lead(text)
+                for one in leads:
+                    if one.kind == "block" and self.user_ids:
+                        ids += member_spans(text, IDS, one.inner, one.end)
+                    elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
+                        others = [(one.start, one.inner)]
+                        counts["ts_removed"] += 1
+                begun = bool(text[leads[-1].end if leads else 0 :].strip())
+            counts["msg_ids_removed"] += len(ids)
+            left = without(text, ids + others)
             for pattern in self.patterns:
-                text = slot.get()
-                if removed := sum(bool(match.group()) for match in pattern.finditer(text)):
-                    slot.set(pattern.sub("", text))
-                    counts.append(("regex_removed", removed))
-        if turn.item is not None and "role" in turn.item:
-            for key in self.ids & turn.item.keys():  # beside the role, never in what it holds
-                del turn.item[key]
-                turn.changed()
-                counts.append(("msg_ids_removed", 1))
-        return counts
-
-    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
-        """Run some rules over a turn's texts, in place; what to count."""
-        counts = []
-        user = turn.role == "user"
-        rules = [rule for rule in rules if rule.role == turn.role]
-        for slot in turn.slots() if rules else ():
-            text, spans = slot.get(), []
-            due = [rule for rule in rules if first or user or not rule.first]
-            due = [rule for rule in due if any(marker in text for marker in rule.markers)]
-            leads = lead(text) if user else []
-            for rule in due:
-                found, removed = rule.cuts(text, leads)
-                if removed:
-                    spans += found
-                    counts.append((rule.counter, removed))
-            if spans:
-                slot.set(without(text, spans))
-            first = False
-            if user and text[leads[-1].end if leads else 0 :].strip():
-                break  # what follows the person's words was pasted or attached
-        return counts
-
-    def drop_stamps(self, view: View, report: Report) -> None:
-        for at, turn in enumerate(view.turns):
-            if turn.role == "user":
-                changed = turn.own()
-                if counts := self.edit_texts(changed, True, [STAMP_RULE]):
-                    view.turns[at] = changed
-                    report.count(counts)
-                    report.items_modified += not turn.counts
+                whole, left = left, pattern.sub("", left)
+                counts["regex_removed"] += left != whole
+            if left != text:
+                slot.set(left)
+        counts = +counts
+        return (edited if counts and edited is not turn else None), counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1078,9 +854,7 @@ def drop_empty(view: View, turn: Turn) -> None:
     nothing else is in it."""
     content = turn.holder.get(turn.key)
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    empty = [isinstance(text, str) and not text.strip() for text in texts]
-    kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
+    kept = [part for part in parts if str(members(part).get("text", part)).strip()]
     if len(kept) == len(parts):
         return
     if kept:
@@ -1118,117 +892,90 @@ def system_first(
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
     the beginning"). So leading ones are merged, and so is the first one before any answer if it is
     known to stay: at the front every conversation shares it. Later ones become reminders in the
-    user turns beside them; so do short leading ones behind a long prompt, because what is said for
-    one turn may not change the front. Messages with a name are examples and stay as they are.
-    """
+    user turns beside them, or behind the results that they stand in front of; so do short leading
+    ones behind a long prompt, because what is said for one turn may not change the front. Messages
+    with a name are examples and stay as they are."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if any((turn.item or {}).get("name") for turn in systems):
-        return
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        beside_texts(turn)[0] for turn in systems
-    ):
-        return  # a system message without text, or with more than text: an unknown shape
-    leading, started, cares = view.leading(), bool(view.head), pays(view)
-    front: list[Turn] = []  # what is merged
-    turns: list[Turn] = []
-    early = True  # no answer, and no system message behind the leading ones, came yet
-    for at, turn in enumerate(view.turns):
-        early = early and turn.role not in ("assistant", "tool")
-        merged = False
-        if early and turn.role == "system":
-            text = turn.text()
-            long, known = len(text) >= LONG_PROMPT, KNOWN_TO_STAY.match(text) is not None
-            if at < leading:
-                merged = long or known or not cares or not (started or front)
+    named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
+    if named or not all(turn.slots() for turn in view.head + systems):
+        return  # examples, or an unknown shape
+    front, kept, waiting = list(view.head), list[Turn](), list[Turn]()
+    leading = early = True  # no other message, and neither answer nor later system message came
+    cares = pays(view)
+    for turn in [*view.turns, None]:
+        role = turn.role if turn is not None else ""
+        if turn is not None and role == "system":
+            long, known = len(turn.text()) >= LONG_PROMPT, KNOWN_TO_STAY.match(turn.text())
+            if leading:
+                stay = known or long or not cares or not front
             else:
-                merged = known or (long and stays(turn))
+                stay = early and (known or (long and stays(turn)))
                 early = False
-        (front if merged else turns).append(turn)
-    report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
-    if front and not started:
-        base = front.pop(0).own()
-        if view.dialect.system and not leading:
-            view.body[view.dialect.system] = base.text()
-            view.head.append(Turn("system", view.body, view.dialect.system, None))
-        else:
-            turns.insert(0, base)
-    if front:
-        last = (view.head or turns)[0].slots()[-1]
-        last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
-    view.turns = fold_systems(view, turns, report)
-
-
-def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
-    """Turns with each system message behind the first turn as a reminder: in front of the user turn
-    that follows, else at the end of the one before, else as a message of its own; and behind the
-    results, where it stands between calls and their results."""
-    kept: list[Turn] = []
-    waiting: list[str] = []
-    form: Json = {}  # of a message that is written anew
-    for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and (index or view.head):
-            waiting.append(reminder(turn.text()))
-            form = {"type": "message"} if turn.item and "type" in turn.item else {}
-            report.system_moved += 1
+            (front if stay else waiting).append(turn)
             continue
-        results = turn is not None and turn.role == "tool"
-        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
-            text = "\n\n".join(waiting)
-            if turn is not None and turn.role == "user" and turn.slots():
-                turn = turn.own()
-                slot = turn.slots()[0]
-                slot.set(text + "\n\n" + slot.get())
-            elif kept and (before := with_text(view, kept[-1], text)):
-                kept[-1] = before
-            else:
-                kept.append(turn_of({**form, "role": "user", "content": text}))
+        leading, early = False, early and role not in ("assistant", "tool")
+        if waiting and not (role == "tool" and kept and kept[-1].role in ("assistant", "tool")):
+            report.system_moved += len(waiting)
+            turn = remind(view, waiting, kept, turn)
             waiting = []
         if turn is not None:
             kept.append(turn)
-    return kept
+    report.system_moved += len(front) - (1 if view.turns[0] in systems else len(view.head))
+    if front and not view.head:
+        first = front[0].own()
+        if view.dialect.system and view.turns[0] not in systems:
+            view.body[view.dialect.system] = first.text()
+            view.head.append(Turn("system", view.body, view.dialect.system, None))
+        else:
+            kept.insert(0, first)
+    if front[1:]:
+        last = (view.head or kept)[0].slots()[-1]
+        last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
+    view.turns = kept
 
 
-def with_text(view: View, turn: Turn, text: str) -> Turn | None:
-    """A user message with a text at its end; None where that cannot be."""
-    if turn.item is None or turn.item.get("role") != "user":
-        return None
-    turn = turn.own()
-    content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        content.append({"type": view.dialect.text, "text": text})
+def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None) -> Turn | None:
+    """Say what system messages say in the user turn behind them, which is returned; else at the end
+    of the one before, else in a message of its own."""
+    text = "\n\n".join([reminder(one.text()) for one in systems])
+    if turn is not None and turn.role == "user" and turn.slots():
+        turn = turn.own()
+        slot = turn.slots()[0]
+        slot.set(text + "\n\n" + slot.get())
+        return turn
+    item = dict(before[-1].item or {}) if before else {}
+    content = item.get("content") if item.get("role") == "user" else None
+    if isinstance(content, list):
+        item["content"] = [*content, {"type": view.dialect.text, "text": text}]
+        before[-1] = turn_of(item)
+    elif isinstance(content, str):
+        item["content"] = f"{content}\n\n{text}" if content else text
+        before[-1] = turn_of(item)
     else:
-        return None
-    return turn_of(turn.holder)
+        before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
+    return turn
 
 
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed; `payload` itself is not changed.
-
-    `dialect` is chat, responses, messages or completions; without it the body's shape decides. This
-    is the stateless half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back
-    equal, with `report.note` set."""
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
+    and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
+    is chat, responses, messages or completions; without it the body's shape decides."""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
-    if not isinstance(payload, dict):
-        return payload, Report(note="unknown shape")
     try:
         body = copy.deepcopy(payload)
         view = view_of(body, named[dialect] if dialect else guess_dialect(body))
-        if view is None:
-            raise Unreadable("unknown shape")
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
                 system_first(view, report)
-            view.store()
+            body = json.loads(view.dump())
     except RecursionError:
         return payload, Report(note="nested too deeply")
     except Unreadable as error:
@@ -1297,11 +1044,11 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
 
 def inbound_member(name: str) -> Lift:
     """A row for a member of OpenClaw's inbound object."""
+    pattern = member(name)
 
     def find(text: str) -> Iterator[Piece]:
-        for start in inbound_objects(text):
-            for found in json_members(text, start, (name,))[1]:
-                yield (with_commas(text, [found]), text[slice(*found)])
+        for span in inbound_members(text, pattern):
+            yield ([span], text[slice(*span)].strip(" \t\r\n,"))
 
     return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 
@@ -1712,7 +1459,8 @@ class Lifter:
             return cut
         if rows is not self.learner.rows:
             cut = [self.cut(text, self.learner.rows) for text in texts]
-        if any([self.learner.read(text, rest) for text, (rest, _) in zip(texts, cut, strict=True)]):
+        news = [self.learner.read(text, one[0]) for text, one in zip(texts, cut, strict=True)]
+        if any(news):
             cut = [self.cut(text, self.learner.rows) for text in texts]
         left = hash(tuple([rest for rest, _ in cut]))
         remember(self.begun, conversation, (self.learner.rows, left))
@@ -4998,8 +4746,7 @@ class Proxy:
         self.backend = Backend(self.config)
         self.editor = Editor(self.config)
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
-        known = self.scrubber if self.config.scrub else None
-        self.reader = Reader(known, self.config.replay_mb << 20)
+        self.reader = Reader(self.config.replay_mb << 20)
         self.ledger = Ledger(self.config.ledger_mb << 19)
         self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
         self.metrics = Metrics(self.config)
@@ -6791,7 +6538,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     settings, others = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and is_setting(name.upper()):
+        if equals and setting_of(name.upper()):
             settings[name.upper()] = value
         elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
             raise ConfigError(f"{name} is no setting{nearest(name)}")
@@ -6808,7 +6555,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
-    if "://" in word or BARE_URL.fullmatch(word):
+    if ":" in word:
         return f"; write BACKEND_URL={word}"
     name = word.strip("-").replace("-", "_").upper()
     settings = [item.name.upper() for item in dataclasses.fields(Config)]

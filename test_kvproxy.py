@@ -596,26 +596,25 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     """(variable, value, part of the message): at least one bad value for every setting that has
     any."""
     for name, field in SCRUB_FIELDS.items():
-        check, variable = field.metadata, name.upper()
+        span = choices = field.metadata["allowed"]
+        variable = name.upper()
         if isinstance(field.default, bool):
             yield from (
                 (variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1")
             )
-        elif "low" in check:
-            allowed = f"must be from {check['low']} to {check['high']}"
-            yield from (
-                (variable, str(value), allowed) for value in (check["low"] - 1, check["high"] + 1)
-            )
+        elif span and not isinstance(field.default, str):
+            allowed = f"must be from {span[0]} to {span[1]}"
+            yield from ((variable, str(value), allowed) for value in (span[0] - 1, span[1] + 1))
             kind = "a whole number" if isinstance(field.default, int) else "a number"
             yield from ((variable, value, f"must be {kind}") for value in ("much", "0x10", "1,5"))
             if isinstance(field.default, float):
                 yield from ((variable, value, allowed) for value in ("nan", "inf", "-inf", "1e400"))
-        elif "choices" in check:
-            yield variable, "some", "must be one of " + ", ".join(check["choices"])
-        elif check.get("kind") == "regex":
+        elif choices:
+            yield variable, "some", "must be one of " + ", ".join(choices)
+        elif field.default == ():
             for number in ("", "_2", "_07"):
                 for pattern in ("[", "(a", "*", "a{2,1}", "(?P<n>a)(?P<n>b)", "\\", "a\n["):
-                    yield variable + number, pattern, "must be a Python regular expression: "
+                    yield variable + number, pattern, " position "
     for url in (
         "localhost", "127.0.0.1", ":8080", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
         "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
@@ -643,7 +642,7 @@ def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None
     with pytest.raises(kvproxy.ConfigError) as caught:
         Config.from_env({name: value, "PATH": "/bin"})
     message = str(caught.value)
-    assert message.startswith(name + "="), message
+    assert message.startswith(re.sub("_[0-9]+$", "", name) + "="), message
     assert repr(value) in message
     assert allowed in message
     assert "\n" not in message
@@ -677,7 +676,7 @@ def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "wrong",
     [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
-     {"listen_port": "80"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
+     {"listen_port": "x"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
 )  # fmt: skip
 def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
     with pytest.raises(kvproxy.ConfigError) as caught:
@@ -770,7 +769,11 @@ def test_scrub_bad_value_stops_every_command(
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and "STRIP_REGEX_2='('" in shown.err
+    assert (
+        shown.out == ""
+        and shown.err.count("\n") == 1
+        and "STRIP_REGEX=('(',): missing )" in shown.err
+    )
 
 
 def test_scrub_bad_value_as_a_user_sees_it() -> None:
@@ -1384,8 +1387,8 @@ def test_scrub_stamp_of_other_clients_stays() -> None:
         ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
         ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
         ([("system", scrub_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
-        ([("user", rp_before("x")), ("assistant", "b"), hello], 1),
+        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
+        ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
     ):
         assert scrubbed(scrub_body("messages", *turns), "messages")[1].ts_removed == removed, turns
 
@@ -1435,8 +1438,6 @@ SCRUB_KEPT_USER = (
     scrub_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
     scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
-    f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
-    f'{INFO}\n```json\n{{"message_id": "1"}} and more\n```\n\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
     scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
     scrub_block(INFO, '{"message_id": "1"}') + "hi",
@@ -1457,8 +1458,9 @@ def test_scrub_user_text_is_kept(dialect: str, parts: bool, text: str) -> None:
 
 
 def test_scrub_responses_input_string() -> None:
-    body = {"input": scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
-    assert scrubbed(body, None)[0] == {"input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    text = scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
+    left = {"instructions": CLAW, "input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
 
 
 @pytest.mark.parametrize(
@@ -1483,9 +1485,8 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
                 members.insert(position, (key, "e6d298e0"))
                 text = scrub_block(label, dict(members), indent) + "Hello."
                 result, report = scrubbed(scrub_body("chat", ("user", text)), "chat")
-                assert result == scrub_body(
-                    "chat", ("user", scrub_block(label, rest, indent) + "Hello.")
-                )
+                left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
+                assert left == scrub_block(label, rest, indent) + "Hello."
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
 
@@ -1497,13 +1498,14 @@ def test_scrub_ids_with_misleading_values(
 ) -> None:
     """The same value as the id's own, before it, after it, nested, and in the block of the system
     prompt."""
+    name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
     rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
-    ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
-            "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
-    head = {"flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-            "chat_id": value, "sender_id": value, "tail": value}  # fmt: skip
-    inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
+    ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
+            "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
+    schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
+    head = {"flags": {"history_count": value}, "chat_id": value, "sender_id": value, "tail": value}
+    inbound = {"message_id": name, "flags": {"history_count": value},
+               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": name}  # fmt: skip
     for first, second in (
         (ided, inbound),
         (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
@@ -1511,9 +1513,9 @@ def test_scrub_ids_with_misleading_values(
         turned = first is not ided
         left = dict(reversed(rest.items())) if turned else rest
         meta = dict(reversed(head.items())) if turned else head
-        body = scrub_body(dialect, ("system", scrub_block("Meta", second, indent)),
+        body = scrub_body(dialect, ("system", scrub_block("Meta", schema | second, indent)),
                           ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
-        wanted = scrub_body(dialect, ("system", scrub_block("Meta", meta, indent)),
+        wanted = scrub_body(dialect, ("system", scrub_block("Meta", schema | meta, indent)),
                             ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
         result, report = scrubbed(body, dialect)
         assert result == wanted
@@ -1521,7 +1523,7 @@ def test_scrub_ids_with_misleading_values(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_scrub_json_members_equal_parsing(seed: int) -> None:
+def test_scrub_members_equal_parsing(seed: int) -> None:
     """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the
     text changes."""
     dice = random.Random(seed)
@@ -1536,53 +1538,22 @@ def test_scrub_json_members_equal_parsing(seed: int) -> None:
             ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "],
             dice.randrange(6),
         )
-        return {name: value(depth - 1) for name in names}
+        return {name: value(0 if name in SCRUB_IDS else depth - 1) for name in names}
 
     def pruned(found: Any) -> Any:
         if isinstance(found, list):
             return [pruned(entry) for entry in found]
         if isinstance(found, dict):
-            return {
-                name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS
-            }
+            return {name: pruned(entry) for name, entry in found.items() if name not in SCRUB_IDS}
         return found
 
     for _ in range(20):
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        end, members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
-        left = kvproxy.without(text, kvproxy.with_commas(text, members))
+        left = kvproxy.without(text, kvproxy.member_spans(text, kvproxy.IDS, 7, len(text)))
+        left = re.sub(r"{\s+}", "{}", left)
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
-        assert text[end:] == " after }]" and members
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[",
-        "{'a': 1}",
-        '{"a": 1',
-        '{"a": [1}',
-        '{"a": "',
-        '{"a": "\n"}',
-        "[[[1]]",
-        '{"a": {"message_id": 1}',
-        "[" * 5000,
-        '{"message_id": "' * 5000,
-    ],
-)
-def test_scrub_json_members_refuse_broken_json(text: str) -> None:
-    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == (-1, [])
-
-
-def test_scrub_json_members_take_any_word_for_a_value() -> None:
-    text = '{"a": {"message_id": yes, "b": no}, "c": [{"message_id": {"x": [maybe]} }], "message_sid": 1.5e+3\n}'
-    end, members = kvproxy.json_members(text, 0, kvproxy.ID_KEYS)
-    assert (end, len(members)) == (len(text), 3)
-    left = kvproxy.without(text, kvproxy.with_commas(text, members))
-    assert left == '{"a": {"b": no}, "c": [{}]\n}'
 
 
 @pytest.mark.parametrize(
@@ -1591,12 +1562,12 @@ def test_scrub_json_members_take_any_word_for_a_value() -> None:
         ('{"a": 1, "message_id": 1, "reply_to_id": 2}', '{"a": 1}'),
         ('{"message_id": 1, "reply_to_id": 2}', "{}"),
         ('{"message_id": 1, "a": 1, "reply_to_id": 2\n}', '{"a": 1\n}'),
-        ('{"a": 1 "message_id": 1 "message_id": 1}', '{"a": 1}'),
+        ('{"a": {"message_id": yes, "b": no}, "message_sid": 1.5e+3\n}', '{"a": {"b": no}\n}'),
     ],
 )
-def test_scrub_json_members_leave_no_comma(before: str, after: str) -> None:
-    _, members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
-    assert kvproxy.without(before, kvproxy.with_commas(before, members)) == after
+def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
+    members = kvproxy.member_spans(before, kvproxy.IDS, 0, len(before))
+    assert kvproxy.without(before, members) == after
 
 
 @scrub_forms
@@ -1614,9 +1585,10 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
 
     left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
     for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
-        body = scrub_body(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
-        result, report = scrubbed(body, dialect)
-        assert result == scrub_body(dialect, ("user", text(*left, "", "")), parts=parts)
+        turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
+        result, report = scrubbed(scrub_body(dialect, *turns, parts=parts), dialect)
+        turns = ("system", CLAW), ("user", text(*left, "", ""))
+        assert result == scrub_body(dialect, *turns, parts=parts)
         assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
 
 
@@ -1650,8 +1622,8 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
 @pytest.mark.parametrize("version", ["v1", "v2", "v17"])
 @pytest.mark.parametrize("header", SCRUB_INBOUND_HEADERS)
 def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> None:
-    """Under each header, each id in each position, `schema` first or last; the stable keys stay,
-    and so do who speaks and the flags: Lift moves them."""
+    """Under each header, each id in each position behind the schema, or before it with other plain
+    members; the stable keys stay, and so do who speaks and the flags: Lift moves them."""
     schema = {"schema": f"openclaw.inbound_meta.{version}"}
     stable = {
         "chat_id": "c1",
@@ -1666,11 +1638,12 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         ("message_id", "775b2410"),
         ("message_id_full", 1795),
         ("reply_to_id", None),
-        ("message_sid", {"a": ["}"]}),
+        ("message_sid", "}"),
     ]
-    for rest in ({**schema, **stable}, {**stable, **schema}, schema):
+    plain = {"chat_id": "c1", **schema}
+    for rest in ({**schema, **stable}, plain, schema):
         for gone in ([volatile[0]], [volatile[3]], volatile):
-            for position in range(len(rest) + 1):
+            for position in range(2 if rest is plain else 1, len(rest) + 1):
                 members = list(rest.items())
                 members[position:position] = gone
                 body, wanted = (
@@ -1692,6 +1665,10 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         'Set {"message_id": "1"} in the request. "message_id" is a key.',
         '{"schema": "my.inbound_meta.v1", "message_id": "1"}',
         'The block says "openclaw.inbound_meta.v1"; {"message_id": "1"} stands elsewhere.',
+        '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"} without a fence',
+        '```json\n{"about": "openclaw.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"schema": "my.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"message_id": "1"}\n```\n"schema": "openclaw.inbound_meta.v1"\n```json\n{"message_id": 1}\n```',
         '{"message_id": "1"} and "openclaw.inbound_meta.v1" and {"flags": 1}',
         '{"about": "openclaw.inbound_meta.v1", "message_id": "1"}',
         '{"schema": "x", "message_id": "1"} and "schema": "openclaw.inbound_meta.v1"',
@@ -1712,13 +1689,12 @@ def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None
 
 
 def test_scrub_inbound_among_other_json() -> None:
-    """Several blocks, JSON before and after, a block inside an outer object."""
+    """Several blocks, JSON before and after, and the same in no fence."""
     meta = '{"schema": "openclaw.inbound_meta.v1", "message_id": "1", "a": "{"}'
     left = '{"schema": "openclaw.inbound_meta.v1", "a": "{"}'
     for text in (
-        'Use {"message_id": 1} {\n%s\n} and {"flags": {}}\n%s',
-        '{"outer": %s, "message_id": 5}\n[%s]',
-        "{ %s }}} %s {",
+        'Use {"message_id": 1} {\n```json\n%s\n``` and {"flags": {}}\n```\n%s\n```',
+        '{"outer": 1, "message_id": 5}\n```json\n%s\n```\n```json\n%s\n```\n{"message_id": 5}',
     ):
         body = scrub_body("messages", ("system", text % (meta, meta)), ("user", "hi"))
         result, report = scrubbed(body, "messages")
@@ -1743,44 +1719,12 @@ def test_scrub_strip_message_ids_modes(
         block = {key: value for key, value in info.items() if key == "a" or not user}
         made = scrub_body(dialect, ("system", scrub_block("Meta", head)),
                           ("user", scrub_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
-        if not user:
-            items = made["input" if dialect == "responses" else "messages"]
-            items[-1]["message_id"] = "7"
         return made
 
     assert Config().strip_message_ids == "system"
     result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
     assert result == body(system, user)
-    assert report.msg_ids_removed == system + 2 * user
-
-
-def test_scrub_top_level_ids_beside_a_role() -> None:
-    """Of system, developer and user messages; not of assistants, tools, calls, results, or the body
-    itself."""
-    ids = {"message_id": "1", "reply_to_id": 2}
-    for role, kept in (
-        ("system", {}),
-        ("developer", {}),
-        ("user", {}),
-        ("assistant", ids),
-        ("tool", ids),
-        ("critic", ids),
-    ):
-        body = {
-            "message_id": "top",
-            "messages": [{"role": role, **ids, "content": "x", "id": "stays"}],
-        }
-        wanted = {
-            "message_id": "top",
-            "messages": [{"role": role, **kept, "content": "x", "id": "stays"}],
-        }
-        assert scrubbed(body, "chat")[0] == wanted, role
-    for item in (
-        {"type": "function_call_output", "call_id": "c", "output": "x"},
-        {"type": "reasoning", "summary": []},
-    ):
-        body = {"input": [{**item, **ids}, {"role": "user", "content": "hi"}]}
-        assert scrubbed(body, "responses")[0]["input"][0] == {**item, **ids}
+    assert report.msg_ids_removed == system + user
 
 
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
@@ -1889,15 +1833,10 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
     user = scrub_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = scrub_block(INFO, {"sender": "ann"}) + "Hello."
+    left = scrub_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
-    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (
-        1,
-        1,
-        2,
-        1,
-    )
+    assert (report.msg_ids_removed, report.edits(), report.items_modified) == (1, 1, 1)
     body = scrub_guarded(dialect, "Hello.")
     result, report = scrubbed(body, dialect, strip_regex=("zzz",))
     assert result == body and report.edits() == 0
@@ -1960,7 +1899,7 @@ def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
         ("messages", {"system": [block, rest], "messages": hi}, {"system": [rest], "messages": hi}),
         ("messages", {"system": [block], "messages": hi}, {"messages": hi}),
         ("messages", {"system": HEADER + ending, "messages": hi}, {"messages": hi}),
-        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest, block], "messages": hi}),
+        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest], "messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": [block, rest]}, *hi]}, {"messages": [{"role": "system", "content": [rest]}, *hi]}),
         ("chat", {"messages": [{"role": "system", "content": [block]}, *hi]}, {"messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": HEADER + ending}, *hi]}, {"messages": hi}),
@@ -2107,7 +2046,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
 def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
-    system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
+    system = f"{HEADER}\n" + scrub_block("S", SCRUB_INBOUND)
     user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
     body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
@@ -2130,6 +2069,7 @@ def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
 
 # --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
 
+SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     # name: (start, piece that is repeated, end)
     "spaces": ("a", " ", "b"),
@@ -2170,13 +2110,15 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     "string without end": (INFO + '\n```json\n{"message_id": "', '\\"', "}\n```\n\nhi"),
     "brackets": (INFO + "\n```json\n", "[", "]\n```\n\nhi"),
     "words": (INFO + "\n```json\n{", "word ", "(}\n```\n\nhi"),
-    "inbound braces": ("", "{", '"schema":"openclaw.inbound_meta.v1"'),
-    "inbound marks": ("{" * 32, "a ", '"schema":"openclaw.inbound_meta.' * 16),
-    "inbound quotes": ("", '\\"', '{"schema":"openclaw.inbound_meta.v1"'),
-    "inbound schemas": ("{", '"schema": "openclaw.inbound_meta.v1", ', ""),
-    "inbound spaces": ("{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
-    "inbound objects": ("", '{"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}}', ""),
-    "inbound without end": ('{"schema":"openclaw.inbound_meta.v1"', ',"flags":{}', ""),
+    "inbound braces": ("```json\n", "{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound fences": ("", "```json\n{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound schemas": ("```json\n{", '"schema": "openclaw.inbound_meta.v1", ', ""),
+    "inbound spaces": ("```json\n{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
+    "inbound objects": ("", f"```json\n{{{SCHEMA}}}\n```\n", ""),
+    "inbound without end": (f"```json\n{{{SCHEMA}", ',"flags":{}', ""),
+    "inbound flags": (f"```json\n{{{SCHEMA}", ',"flags":{', ""),
+    "inbound flags of strings": (f'```json\n{{{SCHEMA},"flags":{{', '"flags"', ""),
+    "inbound flags of words": (f'```json\n{{{SCHEMA},"flags":{{', "a", ""),
     "billing": ("[Anthropic] Claude Code v1", " (", "x"),
     "billing lines": ("x-anthropic-billing-header: a", "\n", ""),
     "runtime": ("", "Runtime: agent=x | sessionId=0-", ""),
@@ -2256,7 +2198,7 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("turns", {"messages": scrub_turns(("user", "x")) * 8001}),
         ("tools", {"tools": [{"name": "t"}] * 2001, "messages": scrub_turns(("user", "x"))}),
         (
-            "texts in a turn",
+            "parts of a turn",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
         ),
         (
@@ -2506,14 +2448,14 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    body = scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
-    config = Config(replay=False)
+    config = Config(strip_message_ids="1")
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    assert body == scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
@@ -3001,14 +2943,12 @@ def rp_rig() -> Iterator[Rig]:
     """A rig for all tests that need no settings of their own."""
     with shared_rig() as made:
         yield made
-        reader, scrubber = made.proxy.reader, made.proxy.scrubber
+        reader = made.proxy.reader
         assert reader.known
         assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
         for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
-            counts = scrubber.edit(fresh, True) if fresh.role == "user" else None
-            assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
-            assert json.loads(turn.json()) == turn.item
+            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
 
 
 @pytest.fixture(params=RP_DIALECTS)
@@ -3270,10 +3210,10 @@ def test_lift_members_of_the_inbound_object() -> None:
         left, found = kvproxy.lift_text(RP_META % inner, kvproxy.LIFTS)
         assert found == [("OpenClaw: sender_id", sender), ("OpenClaw: flags", flags)]
         assert json.loads(left[left.index("{") : left.rindex("}") + 1])["channel"] == "web"
-    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": [sonab]}, "flags": 5}'
-    assert kvproxy.lift_text(f"Use {{ {tail} }}.", kvproxy.LIFTS) == (
-        'Use { {"schema": "openclaw.inbound_meta.v2"} }.',
-        [("OpenClaw: sender_id", '"sender_id": {"a": [sonab]}'), ("OpenClaw: flags", '"flags": 5')],
+    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": "{"}, "flags": 5}'
+    assert kvproxy.lift_text(f"```json\n{tail}\n```", kvproxy.LIFTS) == (
+        '```json\n{"schema": "openclaw.inbound_meta.v2"}\n```',
+        [("OpenClaw: sender_id", '"sender_id": {"a": "{"}'), ("OpenClaw: flags", '"flags": 5')],
     )
 
 
@@ -4640,7 +4580,7 @@ class RpDesk:
         config = Config(**settings)
         self.editor = kvproxy.Editor(config)
         self.replay = self.editor.replay
-        self.reader = kvproxy.Reader(self.editor.scrubber, config.replay_mb << 17)
+        self.reader = kvproxy.Reader(config.replay_mb << 17)
 
     def send(self, turns: list[RpTurn], answer: str = "ok", **more: Any) -> list[str]:
         data = json.dumps(rp_body("chat", turns, **more), separators=(",", ":")).encode()
@@ -4649,8 +4589,7 @@ class RpDesk:
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
-        view.store()
-        return rp_prompt(view.body)
+        return rp_prompt(json.loads(view.dump()))
 
 
 def rp_held(lines: Any) -> int:
@@ -4911,9 +4850,8 @@ def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
     assert [(turn.role, turn.item) for turn in view.turns] == [
         (turn.role, turn.item) for turn in wanted.turns
     ]
-    assert json.loads(view.dump()) == wanted.body
-    view.store()
-    assert view.body == wanted.body and list(view.body) == list(wanted.body)
+    dumped = json.loads(view.dump())
+    assert dumped == wanted.body and list(dumped) == list(wanted.body)
     return True
 
 
@@ -4921,7 +4859,7 @@ def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
 def test_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
     """Also of damaged bodies, with or without those that it knows."""
     dialect, text = READER_BODIES[case]
-    reader, dice = kvproxy.Reader(None, 1 << 20), random.Random(case)
+    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
     raw = text.encode()
     readable = rp_read(reader, dialect, raw)
     assert rp_read(reader, dialect, raw) == readable  # now from memory
@@ -4946,7 +4884,7 @@ def test_reader_bodies_that_grow_and_change(case: str) -> None:
     """In their middle, too, as clients' do; in little memory."""
     dialect, text = READER_BODIES[case]
     key, dice = kvproxy.DIALECTS[RP_PATHS[dialect]].turns, random.Random(case)
-    body, reader = json.loads(text), kvproxy.Reader(None, 1 << 14)
+    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
     for number in range(100):
         items = body[key]
         kind = {"type": "message"} if dialect == "responses" else {}
@@ -4963,7 +4901,7 @@ def test_reader_bodies_that_grow_and_change(case: str) -> None:
 
 
 def test_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
-    reader = kvproxy.Reader(None, 1 << 20)
+    reader = kvproxy.Reader(1 << 20)
     last = b'{"role":"user","content":"b"}]}'
     assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
     for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
@@ -4992,7 +4930,7 @@ def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.Monk
         for number in (3, 200):
             turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
             raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
-            reader = kvproxy.Reader(None, 1 << 20)
+            reader = kvproxy.Reader(1 << 20)
             for _ in range(3):
                 parsed.clear()
                 assert rp_read(reader, "chat", raw)
@@ -5001,7 +4939,7 @@ def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.Monk
 
 def test_reader_memory_is_bounded() -> None:
     """A turn that is too large pushes out no others; many small ones are forgotten at once."""
-    reader, row = kvproxy.Reader(None, 1 << 17), kvproxy.DIALECTS["chat/completions"]
+    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
 
     def read(*texts: str) -> list[kvproxy.Turn]:
         body = {"messages": [{"role": "user", "content": text} for text in texts]}
@@ -5023,7 +4961,7 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) 
     dialect, text = READER_BODIES[case]
     body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
-    reader, parsed = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), rp_parsed(monkeypatch)
+    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
     around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
 
     def partly(raw: Any) -> RpJson:
@@ -5050,7 +4988,7 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
         return turn.json(), replay.said(turn), kvproxy.segments_of(view)[0][1], turn.text()
 
     for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
-        turn = kvproxy.turn_of({"role": "user", "content": content, "message_id": "7"})
+        turn = kvproxy.turn_of({"role": "user", "content": content})
         turns = [known(turn)]
         turn.slots()[0].set("b")
         turns.append(known(turn))
@@ -5058,9 +4996,11 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
         turn.refit([{"type": "text", "text": "c"}])
         turns.append(known(turn))
         assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        kvproxy.Scrubber(Config(strip_message_ids="1")).edit(turn, True)
-        assert b"message_id" not in turn.json()
-        assert known(turn) == known(kvproxy.turn_of(json.loads(turn.json())))
+        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
+        for count in (1, 2):  # what was found is remembered, and counts again
+            assert scrubber.edit(turn, False, report).text() == ""
+            assert turn.text() == "c" and known(turn) == turns[-1]
+            assert report.regex_removed == report.items_modified == count
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
