@@ -2613,9 +2613,8 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
-USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
+USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
-value_at = json.JSONDecoder().raw_decode
 
 
 def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
@@ -2633,16 +2632,13 @@ def usage_of(first: bytes, last: bytes = b"") -> Usage:
     found: Json = {}
     windows = answer_texts(first, last)
     for window in windows:
-        texts = [text for text in window if USAGE_MEMBERS.search(text)]
+        texts = [text for text in window if USAGE_MEMBER.search(text)]
         for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
-                try:
-                    event = members(json.loads(text))
-                except ValueError:
-                    event = last_members(text) if window is windows[-1] else {}
+                event = usage_members(text, window is windows[-1])
                 for part in map(members, (event, event.get("response"), event.get("message"))):
-                    named = {key: part.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+                    wanted = ("usage", "timings", "tokens_evaluated")
+                    read_numbers(found, {key: part.get(key) for key in wanted})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2657,16 +2653,14 @@ def usage_of(first: bytes, last: bytes = b"") -> Usage:
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
-def last_members(text: str) -> Json:
-    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
-    in a list, or deeper than in the one object of an event, was written by the model."""
-    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            tail = text[match.start() :]
-            inner, end = value_at("{" + tail)
-            rest = tail[end - 1 :].strip()
-            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
-    return {}
+def usage_members(text: str, at_end: bool) -> Json:
+    """An event or a whole answer; of one whose beginning was cut off, the last members that hold
+    numbers."""
+    try:
+        return members(json.loads(text))
+    except ValueError:
+        found = list(USAGE_MEMBER.finditer(text))[-2:] if at_end else []
+        return {one[1]: json.JSONDecoder().raw_decode(text, one.end())[0] for one in found}
 
 
 def read_numbers(found: Json, numbers: Json) -> None:
@@ -2690,19 +2684,18 @@ ANSWER_KEYS = {
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    windows: list[tuple[str, set[str]]] = []
+    windows: list[str] = []
+    calls: set[str] = set()
     for window in answer_texts(first, last):
         said: list[tuple[str, str]] = []
         for text in window:
             with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
                 said += answer_parts(json.loads(text))
-        calls = {plain(call) for _, call in said if call}
-        windows.append(("".join(text for text, _ in said), calls - {""}))
-    if not windows:
+        windows.append(letters("".join(text for text, _ in said)))
+        calls |= {plain(call) for _, call in said} - {""}
+    if not calls and not any(windows):
         return UNREAD
-    (opening, calls), (closing, more) = windows[0], windows[-1]
-    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
-    return heard if any(heard[:3]) else UNREAD
+    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2731,35 +2724,33 @@ def listed(value: Any) -> list[Any]:
 # --- a prompt as text -----------------------------------------------------------------------------
 
 # What of a prompt is looked at, so that no body makes the search for a change long.
-SEGMENTS = 4096  # of a prompt; those behind count as one
+SEGMENTS = 4096  # of a prompt; those behind are not looked at
 COMPARED = 65536  # characters of two texts whose likeness is judged
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+BLOCK = 1024  # characters, for what prompts as received have in common
 CURE_LINES = 4  # of a system prompt that one cure covers
 IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
 ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
+Segment = tuple[str, str]  # its name for people, and its text
 
 
-def segments_of(view: View) -> list[tuple[str, str]]:
-    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
-    turns; without reasoning, which clients and chat templates drop at will."""
+def segments_of(view: View) -> list[Segment]:
+    """The pieces of a prompt as the server reads them: system, tools, turns; without reasoning,
+    which clients and chat templates drop at will."""
     found = [("system", turn.text()) for turn in view.system()]
     for tool in listed(view.body.get("tools")):
         found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
     turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
-    for number, turn in enumerate(turns, 1):
+    for number, turn in enumerate(turns[:SEGMENTS], 1):
         role = "prompt" if view.dialect.turns == "prompt" else turn.role
         if turn.told is None:
             turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
         found.append((f"turn {number} ({role})", turn.told))
-    if rest := found[SEGMENTS:]:
-        name, text = found[SEGMENTS - 1]
-        text = "\n".join([text, *(text for _, text in rest)])
-        found[SEGMENTS - 1 :] = [(name + " and later", text)]
-    return found
+    return found[:SEGMENTS]
 
 
 def reasoning_of(view: View) -> set[int]:
@@ -2812,12 +2803,12 @@ def tool_name(tool: Any) -> str:
 class Prompt:
     """A prompt as it was forwarded, segment by segment: names and texts.
 
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
-    `tokens` and `number` are known once the request is finished."""
+    `chain` has hashes of all up to each segment, `turns` the same for the turns alone; `sent` is a
+    hash of all that the client sent. `first` is the place of the first turn, `head` a hash of all
+    before it. `tokens` and `number` are known once the request is finished."""
 
-    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "sent",
+                 "side", "step", "texts", "time", "tokens", "turns")  # fmt: skip
 
     def __init__(
         self,
@@ -2836,14 +2827,14 @@ class Prompt:
         self.chain, self.turns = links(segments), links(segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
         self.tokens: int | None = None
-        self.number = 0
+        self.number = self.sent = 0
 
     def length(self, depth: int | None = None) -> int:
         """Characters, of the first `depth` segments or of all."""
         return sum(map(len, self.texts[:depth]))
 
     def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
+        return [name[5:] for name in self.names[: self.first] if name.startswith("tool ")]
 
     def system(self) -> str:
         return "\n".join(self.texts[: self.first - len(self.tools())])
@@ -2856,26 +2847,30 @@ class Prompt:
         """Whether there is an answer behind the first `depth` turns."""
         return any("(assistant)" in name for name in self.names[self.first + depth :])
 
+    def segment(self, place: int) -> Segment:
+        """A name and its text; empty behind the last one."""
+        return (self.names[place], self.texts[place]) if place < len(self.names) else ("", "")
+
+    def has_turns_of(self, base: Prompt) -> bool:
+        """Whether its turns begin with all turns of another prompt."""
+        if self.turns[: len(base.turns)] == base.turns:
+            return True
+        raw = [one.names[one.first :] == ["turn 1 (prompt)"] for one in (self, base)]
+        return all(raw) and self.opening().startswith(base.opening())
+
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+        return self.head == base.head and self.has_turns_of(base)
 
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
         depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
+        (name, text), (other_name, other_text) = self.segment(depth), other.segment(depth)
+        more = common_prefix(text, other_text) if name == other_name else 0
+        return self.length(depth) + more
 
 
-def links(segments: list[tuple[str, str]]) -> list[int]:
+def links(segments: list[Segment]) -> list[int]:
     """For each segment a hash of all up to it."""
     chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
     return list(chained)[1:]
@@ -2890,10 +2885,6 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return low
 
 
-def common_suffix(a: str, b: str) -> int:
-    return common_prefix(a[::-1], b[::-1])
-
-
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
@@ -2901,7 +2892,7 @@ def alike(a: str, b: str) -> bool:
         return a == b
     a, b = a[:COMPARED], b[:COMPARED]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
@@ -3020,10 +3011,11 @@ class Case:
     whole: bool = False
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    straight: float = 0.0  # the part of it that would be reused without kvproxy
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
-    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
+    slots: int | None = None  # that the server has, if it was asked
 
 
 class Ledger:
@@ -3031,6 +3023,7 @@ class Ledger:
     oldest out first."""
 
     MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
+    BLOCKS = 1 << 17  # of what clients sent, before half of them are forgotten
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -3038,12 +3031,21 @@ class Ledger:
         self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
         self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
         self.count = 0  # of all prompts judged; the newest entry's number
+        self.blocks, self.old_blocks = set[int](), set[int]()  # hashes of all up to each block
 
-    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
+    def judge(
+        self, prompt: Prompt, lost_at: float = -1.0, sent: list[Segment] | None = None
+    ) -> Case:
         """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        later, in settle().
+
+        `lost_at`: when the server was last away, on the prompts' clock; `sent`: what the client
+        sent, where that is something else."""
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
+        sent_links = prompt.chain if sent is None else links(sent)
+        prompt.sent = sent_links[-1] if sent_links else 0
+        case.straight = self.shared(prompt.texts if sent is None else [text for _, text in sent])
         with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
             stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
             link = next((link for link in reversed(prompt.chain) if link in self.index), None)
@@ -3051,32 +3053,56 @@ class Ledger:
             self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
-        case.base = base = previous(prompt, stored)
+        case.base = base = previous(prompt, stored, longest)
         if base is None:  # of other conversations the closest one, rather one with the same tools
-            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+            base = longest
+            if base is None or base.head != prompt.head:
+                head = prompt.names[: prompt.first]
+                base = max(
+                    stored[:COMPARED_PROMPTS],
+                    key=lambda one: (one.names[: one.first] == head, prompt.common(one)),
+                )
         case.whole = case.base is not None and prompt.goes_on(base)
-        common = max(prompt.common(one) for one in (base, longest or base))
+        case.moved = case.base is not None and base.sent in sent_links
+        common = max(prompt.common(one) for one in {base, longest or base})
         verdict.share = common / (prompt.length() or 1)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
         case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
-        if not case.whole:
-            locate_change(case, base)
-            place = verdict.where.partition(" ")[0]
-            same = place != "system" or alike(base.system(), prompt.system())
-            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-            volatile = place != "turn" and verdict.kind in VOLATILE
-            if not prompt.side and same and (goes_on or volatile):
-                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-            else:
-                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        if case.whole:
+            verdict.name, talk = "extended", (base.conversation, base.head)
+            again = [one for one in newer if (one.conversation, one.head) == talk]
+            if not prompt.side and any(not one.side for one in again):
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
-        verdict.name, talk = "extended", (base.conversation, base.head)
-        again = [one for one in newer if (one.conversation, one.head) == talk]
-        if not prompt.side and any(not one.side for one in again):
-            same = len(prompt.chain) == len(base.chain)
-            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        locate_change(case, base)
+        place = verdict.where.partition(" ")[0]
+        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+        volatile = place != "turn" and verdict.kind in VOLATILE
+        same = place != "system" or alike(base.system(), prompt.system())
+        if not prompt.side and same and (goes_on or volatile):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        else:
+            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return case
+
+    def shared(self, texts: list[str]) -> float:
+        """The share of what a client sent that it or another one had begun with before; in doubt, a
+        block more. No lock: what is added or looked up is one number."""
+        chain, sizes, link = list[int](), list[int](), 0
+        for text in texts:
+            for at in range(0, len(text), BLOCK):
+                block = text[at : at + BLOCK]
+                link = hash((link, block))
+                chain.append(link)
+                sizes.append(len(block))
+        known, older = self.blocks, self.old_blocks
+        new = (at for at, link in enumerate(chain) if link not in known and link not in older)
+        shared = sizes[: next(new, len(chain)) + 1]
+        self.blocks.update(chain)
+        if len(self.blocks) > self.BLOCKS // 2:
+            self.old_blocks, self.blocks = self.blocks, set()
+        return sum(shared) / (sum(sizes) or 1)
 
     def remember(self, prompt: Prompt) -> None:
         self.count += 1
@@ -3107,45 +3133,48 @@ def text_size(text: str) -> int:
     return 70 + sys.getsizeof(text)
 
 
-def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
+def previous(prompt: Prompt, stored: list[Prompt], longest: Prompt | None) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
 
-    `stored`: the newest first. What stands before the turns does not count here. One whose last
-    message alone was put in another way (a branch, a question beside the conversation) is passed
-    over."""
-    whole = changed = None
-    deepest, reached = (-1, 0), -1
-    entries = relatives(prompt, stored)
-    for entry in entries:
-        depth = common_prefix(prompt.turns, entry.turns)
-        if depth == len(entry.turns) or prompt.goes_on(entry):
-            if (depth, prompt.common(entry)) > deepest:
-                whole, deepest = entry, (depth, prompt.common(entry))
-        elif changed is None and depth > deepest[0] and prompt.answered(depth):
-            changed, reached = entry, depth
-    return whole if deepest[0] > reached else changed
-
-
-def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """The prompts of the same conversation, by its name, or by look where a name changed with the
-    system text or the first words."""
-    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
-    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-
-    def looks_alike(one: Prompt) -> bool:
-        if "(prompt)" in prompt.names[-1]:
-            return prompt.goes_on(one)
-        if side or one.side or not one.turns or not prompt.answered(0):
-            return False
-        first = one.opening()
-        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
-        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
-
+    `stored`: the newest first; `longest`: the one that this one has most in common with. What
+    stands before the turns does not count here. One whose last message alone was put in another way
+    (a branch, a question beside the conversation) is passed over."""
+    talk, side = prompt.conversation, prompt.side
     own = (one for one in stored if one.conversation == talk and (side or not one.side))
-    named = list(itertools.islice(own, COMPARED_PROMPTS))
-    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
-    return named + [one for one in others if looks_alike(one)]
+    entries = list(itertools.islice(own, COMPARED_PROMPTS))
+    named = [one for one in entries if prompt.has_turns_of(one)]
+    others = stored[:LOOKED_AT]  # a name may change with the system text or the first words
+    if longest in named and named[0] in others:
+        others = others[: others.index(named[0])]
+    entries += [one for one in others if one.conversation != talk and looks_alike(prompt, one)]
+    whole = changed = None
+    deepest = reached = -1
+    for entry in entries:
+        if prompt.has_turns_of(entry):
+            depth = len(entry.turns)
+            closer = whole is not None and prompt.common(entry) > prompt.common(whole)
+            if depth > deepest or (depth == deepest and closer):
+                whole, deepest = entry, depth
+        elif changed is None:
+            depth = common_prefix(prompt.turns, entry.turns)
+            if depth > deepest and prompt.answered(depth):
+                changed, reached = entry, depth
+    return whole if deepest > reached else changed
+
+
+def looks_alike(prompt: Prompt, one: Prompt) -> bool:
+    """Whether a prompt of another name seems to be of the same conversation."""
+    if "(prompt)" in prompt.names[-1]:
+        return prompt.goes_on(one)
+    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+        return False
+    first, opening = one.opening(), prompt.opening()
+    if not (first in opening or opening in first or alike(first, opening)):
+        said = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
+        if said.isdisjoint(one.texts[one.first :]):
+            return False
+    return one.head == prompt.head or alike(one.system(), prompt.system())
 
 
 def locate_change(case: Case, base: Prompt) -> None:
@@ -3153,8 +3182,7 @@ def locate_change(case: Case, base: Prompt) -> None:
     verdict, prompt = case.verdict, case.prompt
     was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
-    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
+    (name, new), (old_name, old) = prompt.segment(depth), base.segment(depth)
     verdict.where = name or old_name
     answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system() != prompt.system():
@@ -3168,23 +3196,21 @@ def locate_change(case: Case, base: Prompt) -> None:
             verdict.kind, sides = "tool order", (was[start:], now[start:])
         verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
         return
+    elif case.base is None and depth >= prompt.first:
+        return  # the first words of another conversation
     elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
         verdict.kind = "order of tool results"
     elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        case.texts = old, ""
-        return
+        verdict.where, verdict.kind, new = old_name, "taken out", ""
     elif new and stands_behind(old, prompt, depth):
-        verdict.kind, verdict.after = "put in", around(new, 0)
-        case.texts = "", new
-        return
+        verdict.kind, old = "put in", ""
     elif old.split() == new.split():
         moved = "(tool)" in name and "(tool)" not in old_name
         verdict.kind = "moved into the result" if moved else "the same words in another form"
+    case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    case.texts = old, new
 
 
 def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
@@ -3213,9 +3239,10 @@ def cure_of(case: Case, config: Config) -> str:
     for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
-    name, pattern = "REPLAY_REGEX", "" if order else block_pattern(old, new)
+    name, patterns = "REPLAY_REGEX", iter(()) if order else block_patterns(old, new)
     if where == "system":
-        name, pattern = "LIFT_REGEX", line_pattern(old, new)
+        name, patterns = "LIFT_REGEX", line_patterns(old, new)
+    pattern = next(patterns, "")
     if not pattern or pattern in getattr(config, name.lower()):
         return ""
     return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
@@ -3228,44 +3255,44 @@ def shape(text: str) -> str:
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
-def line_pattern(old: str, new: str) -> str:
-    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
-    there is none."""
-    patterns: list[str] = []
-    while old != new and len(patterns) < CURE_LINES:
-        at = common_prefix(old, new)
-        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
-        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+def line_patterns(old: str, new: str) -> Iterator[str]:
+    """Patterns of whole lines, each there once, without which two system texts are equal."""
+    lines = [text.split("\n") for text in (old, new)]
+    pairs = [pair for pair in zip(*lines, strict=False) if pair[0] != pair[1]]
+    if len(lines[0]) != len(lines[1]) or len(pairs) > CURE_LINES:
+        return
+    patterns = []
+    for was, now in pairs:
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
-        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
-            return ""
-        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
-        patterns.append(pattern)
-    return "|".join(patterns) if old == new else ""
+        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
+    compiled = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
+    once = all(len(one.findall(text)) == 1 for one in compiled for text in (old, new))
+    left = {re.sub("|".join(patterns), "", text, flags=re.MULTILINE) for text in (old, new)}
+    if once and len(left) == 1:
+        yield "|".join(patterns)
 
 
-def block_pattern(old: str, new: str) -> str:
-    """A pattern of a block without which two user texts are equal; '' if there is none."""
+def block_patterns(old: str, new: str) -> Iterator[str]:
+    """Patterns of a block without which two user texts are equal."""
     prefix = common_prefix(old, new)
-    suffix = common_suffix(old[prefix:], new[prefix:])
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
     for text in (old, new):  # the paragraphs around the change
         start = text.rfind("\n\n", 0, prefix + 2) + 1
         end = text.find("\n\n", max(start, len(text) - suffix - 2))
-        lines = text[start : end if end >= 0 else None].strip().split("\n")
-        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
+        block = text[start : end if end >= 0 else None].strip()
+        line = block.split("\n")[0]
+        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
+        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", lines[0]))
-        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
-            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
-        for pattern in patterns:
+        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
+        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", "$"):
+            pattern = f"(?s{'m' * (closing == '$')}){opening}.*?{closing}"
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
-                return pattern
-    return ""
+                yield pattern
 
 
 # --- what the server says -------------------------------------------------------------------------
@@ -3288,10 +3315,9 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the
     verdict."""
-    verdict, prompt, base = case.verdict, case.prompt, case.base
+    verdict, prompt = case.verdict, case.prompt
     prompt.tokens = usage.prompt
-    if base is not None:
-        verdict.base = base.number
+    verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
@@ -3299,17 +3325,20 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         # The change did not reach the prompt, or the server had read this one before.
         verdict.name = "extended"
-    if verdict.name == "rewritten" and case.moved:
+    if verdict.name != "rewritten" or verdict.kind == "reasoning":
+        return
+    if case.moved:
         verdict.advice = "by kvproxy itself; the client only went on"
-    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+    else:
         verdict.cure = cure_of(case, config)
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
-    had = case.base.reasoning if case.base is not None and case.whole else set()
-    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
+    verdict, prompt, base = case.verdict, case.prompt, case.base or case.prompt
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
+    had = base.reasoning if case.whole else set()
+    if dropped := [str(number) for number in sorted(had - prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
@@ -3317,21 +3346,44 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
         "away": case.away,
         "taken": bool(case.between),
         "idle": case.idle > 300,
-        "checkpoint": cached < 0.05 * (usage.prompt or 0),
+        "checkpoint": cached < 0.05 * total,
         "not all kept": True,
     }
     verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
+    why, numbers = advice(verdict.kind, config), dict[str, Any](minutes=round(case.idle / 60))
     if verdict.kind == "taken":
-        why = taken_advice(case, expected / (usage.prompt or 1))
-    else:
-        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
-    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
+        # unless set) of its prompt; what the slot held goes to the host cache only if less than
+        # half of it stays (server-context.cpp, get_available_slot).
+        shares = [one.common(base) / (one.length() or 1) for one in case.between]
+        share = max(shares)
+        other = case.between[shares.index(share)]
+        size, wanted = other.tokens or other.length() // 4, math.ceil(100 * share + 1) / 100
+        same = other.conversation == base.conversation
+        who = "a request of the same chat in another form" if same else "another conversation"
+        numbers = {"who": f"a {other.side} request" if other.side else who, "size": size}
+        numbers |= {"shared": round(share * size), "share": share, "wanted": wanted}
+        if share > 0.1:
+            why = ADVICE["slot taken"]
+            several = "several slots" if wanted < expected / total else "no -sps"
+            helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
+            why += "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
+    told = f"{cached:,} of {expected:,} tokens were still there"
+    verdict.advice = f"{told}: {why.format(**numbers)}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
+    " keep both",
+    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
+    " ({share:.2f}) and so was given this slot: ",
+    "one slot": "with one slot, -np 2 gives each its own, if memory allows",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
+    " conversations start cold",
+    "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
@@ -3362,33 +3414,6 @@ def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
     return told if getattr(config, setting, True) else f"{told}; {how}"
-
-
-def taken_advice(case: Case, own: float) -> str:
-    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
-    of this prompt that its slot should have held.
-
-    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
-    set) of its prompt; what the slot held goes to the host cache only if less than half of it
-    stays (server-context.cpp, get_available_slot)."""
-    base = case.base or case.prompt
-    shares = [one.common(base) / (one.length() or 1) for one in case.between]
-    shared = max(shares)
-    other = case.between[shares.index(shared)]
-    same = other.conversation == base.conversation
-    who = "a request of the same chat in another form" if same else "another conversation"
-    told = (f"a {other.side} request" if other.side else who) + " came in between"
-    if shared <= 0.1:
-        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
-    size = other.tokens or other.length() // 4
-    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
-    wanted = math.ceil(100 * shared + 1) / 100
-    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
-    if wanted >= own:
-        several = "no -sps keeps two apart that have so much in common"
-    one = "-np 2 gives each its own, if memory allows"
-    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
-    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3432,6 +3457,37 @@ def step_of(view: View) -> str:
     if "assistant" not in turns:
         return "first prompt"
     return "tool step" if turns[-1] == "tool" else "user turn"
+
+
+def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
+    """Give the verdict `template` if a server renders old turns in another way than before.
+
+    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    at = common_prefix(before, now)
+    if not before or not now or len(before) - at <= ANSWER_START:
+        return
+    place = 0
+    for number, text in enumerate(base.texts[base.first :], base.first):
+        found = before.find(text.strip()[:60], place, at)
+        if found >= 0:
+            verdict.where, place = base.segment(number + 1)[0], found
+    verdict.name = verdict.kind = "template"
+    verdict.before, verdict.after = around(before, at), around(now, at)
+
+
+def weights_of(view: View, tokens: int | None) -> Json:
+    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
+    largest, turns."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for name, text in segments_of(view):
+        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
+    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
+    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
+    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
+    largest = dict(itertools.islice(tools.items(), 5))
+    turns = tokens_of.get("turn", 0)
+    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================
@@ -4872,8 +4928,7 @@ class Proxy:
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
         known = self.scrubber if self.config.scrub else None
         self.reader = Reader(known, self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 19)
-        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
+        self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -5007,17 +5062,16 @@ class Proxy:
         if view is None or received is None or exchange.counting or exchange.explained:
             return
         exchange.explained = True
-        agent = "x-claude-code-agent-id"
-        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
+        agent, now = "x-claude-code-agent-id", time.monotonic()
         try:
-            prompt = Prompt(view, *told)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
+            headers = {agent: exchange.request.get(agent)}
+            prompt, sent = Prompt(view, exchange.trace.conversation, headers, now), None
             if exchange.forwarded is not received:
                 original = view_of(parse(received), view.dialect)
-                prompt = Prompt(original, *told) if original is not None else prompt
-            straight = self.received.judge(prompt)
-            exchange.straight, case.moved = straight.verdict.share, straight.whole
+                sent = segments_of(original) if original is not None else None
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, sent)
+            case.idle = exchange.started - self.last_end
+            exchange.verdict, exchange.straight = case.verdict, case.straight
         except RecursionError:
             pass  # nested so deeply that no server reads it
         except Exception:
@@ -5083,12 +5137,14 @@ class Proxy:
         """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
         asked for its slots, and how it renders the prompts, once it is idle."""
         case, exchange.case = exchange.case, None
+        server: Json = {}
         try:
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
-                    case.server = self.backend.describe()
+                    server = self.backend.describe()
+                    case.slots = server.get("slots")
                 settle(case, exchange.usage, self.config)
-                if case.server and case.verdict.name == "lost":
+                if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
@@ -5108,48 +5164,24 @@ class Proxy:
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Have the server render a prompt and the one that it goes on from; if it renders old turns
         in another way than before, that is why it had to read them again."""
-        base, prompts = case.base, list[str]()
+        verdict, base = case.verdict, case.base
         with self.metrics.guard:
-            kept = {one.number: one for one in self.metrics.recent}
-        before = kept.get(base.number) if base is not None and case.whole else None
+            number = base.number if base is not None and case.whole else 0
+            before = next((one for one in self.metrics.recent if one.number == number), None)
         if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
             return
+        prompts = list[str]()
         for one in (before, exchange):
             body = bytes(one.forwarded or b"")
             answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
             prompts.append(str(members(answer).get("prompt") or ""))
-        at = common_prefix(*prompts)
-        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
-            return
-        turns = [*base.names[base.first :], ""]
-        where, place = turns[0], 0
-        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
-            found = prompts[0].find(text.strip()[:60], place, at)
-            if found >= 0:
-                where, place = following, found
-        verdict = case.verdict
-        verdict.name, verdict.kind, verdict.where = "template", "template", where
-        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
-        verdict.advice = (
-            f"the chat template renders {where} otherwise than before"
-            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
-            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
-        )
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
-        tools with the five largest, turns."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        sizes: collections.Counter[str] = collections.Counter()
-        for name, text in segments_of(view) if view is not None else ():
-            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
-        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
-        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
-        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
-        turns = round(sizes["turn"] * rate)
-        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
+        rendered_otherwise(verdict, base, *prompts)
+        if verdict.name == "template":
+            verdict.advice = (
+                f"the chat template renders {verdict.where} otherwise than before"
+                f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+                f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5830,7 +5862,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -5923,7 +5955,8 @@ class Pages:
             nodes = forwarded.count(b"{") + forwarded.count(b"[")
             if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
                 with contextlib.suppress(Unreadable, RecursionError):
-                    row["where it goes"] = self.proxy.weights(exchange)
+                    view = view_of(parse(forwarded), exchange.dialect)
+                    row["where it goes"] = weights_of(view, exchange.usage.prompt)
         if received is not None and forwarded is not received:
             assert forwarded is not None
             row["diff"], note = difference(received, forwarded)

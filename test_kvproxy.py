@@ -6561,7 +6561,7 @@ def ex_play(
         tokens = prompt.length() // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        case.idle, case.server = extra.get("idle", 0.0), extra.get("server", {})
+        case.idle, case.slots = extra.get("idle", 0.0), extra.get("slots")
         kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
         prompt.number = now + 1
         found.append(case.verdict)
@@ -6852,7 +6852,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: another conversation": (
         [ex_chat(EX_HI), ex_chat("Other words.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "new branch: other tools": (
         [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
@@ -6860,11 +6860,11 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: the last message edited": (
         [EX_NEXT, ex_chat(EX_HI, "ok", "Never mind.")],
-        "new branch turn 3 (user) text",
+        "new branch turn 3 (user)",
     ),
     "new branch: a conversation first seen in its middle": (
         [ex_chat(EX_HI), ex_chat("Other words.", "ok", "Go on.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "lost: another conversation in between": (
         [ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)],
@@ -6926,7 +6926,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "prompt: another": (
         [{"prompt": "Once upon a time"}, {"prompt": "Once more"}],
-        "new branch turn 1 (prompt) text",
+        "new branch turn 1 (prompt)",
     ),
     "prompt: of other roles": ([ex_chat(EX_LONG, system=""), {"prompt": EX_LONG}], "cold"),
     "cold: the same words in another role": (
@@ -7431,9 +7431,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
         first = ex_chat("a" * own, system=front)
         other = ex_chat("b" * more, system=front)
         again = ex_chat("a" * own, "ok", "go on", system=front)
-        return ex_play([first, other, (again, 0.3, {"server": server} if server else {})])[
-            -1
-        ].advice
+        return ex_play([first, other, (again, 0.3, server)])[-1].advice
 
     advice = told(100, 8000, 4000)
     assert (
