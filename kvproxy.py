@@ -41,7 +41,6 @@ if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, t
     sys.exit(TOO_OLD % sys.version_info[:2])
 
 import argparse
-import array
 import bisect
 import codecs
 import collections
@@ -3475,11 +3474,11 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(view: View, tokens: int | None) -> Json:
+def weights_of(segments: list[Segment], tokens: int | None) -> Json:
     """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
     largest, turns."""
     sizes: collections.Counter[str] = collections.Counter()
-    for name, text in segments_of(view):
+    for name, text in segments:
         sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
     rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
     tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
@@ -5253,9 +5252,8 @@ class Metrics:
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
         self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
         self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
         self.bodies, self.kept = collections.deque(), 0  # bytes of them
-        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        self.window = collections.deque(maxlen=20)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
@@ -5289,8 +5287,6 @@ class Metrics:
             counts["state", "reused"] += cached
             counts["state", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
-            name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
             self.window.append((cached, prompt, verdict.name))
@@ -5794,9 +5790,9 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }
+  --bad: #b3261e; --fair: #7d5200; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; } }
+  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
   max-width: 60rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
 h1 { font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }
@@ -5805,17 +5801,12 @@ p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em
 .state { font-size: 1.6rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }
 .good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
-dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
-rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
+dt, .key { font-size: .85rem; color: var(--soft) } pre { white-space: pre-wrap }
 li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 </style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
 <p id="state" role="status" class="state %(tone)s">%(state)s</p>
 <p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
-<h2>Reuse per request</h2><div id="chart">%(chart)s</div>
-<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,
-branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
 <details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
@@ -5842,9 +5833,6 @@ setInterval(async () => {
 </script></body></html>
 """
 
-CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
-<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
-<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
 ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
 <span>{2}</span><code>{3}</code></p>{4}</li>"""
 
@@ -5944,33 +5932,23 @@ class Pages:
         }
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded, and what differs. Takes at most ten
-        times the body's memory: texts are written piece by piece."""
-        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
-        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        if received is None or forwarded is None:
-            received = forwarded = None
-            notes.append("the bodies were dropped to save memory")
-        else:
-            nodes = forwarded.count(b"{") + forwarded.count(b"[")
-            if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
-                with contextlib.suppress(Unreadable, RecursionError):
-                    view = view_of(parse(forwarded), exchange.dialect)
-                    row["where it goes"] = weights_of(view, exchange.usage.prompt)
-        if received is not None and forwarded is not received:
-            assert forwarded is not None
-            row["diff"], note = difference(received, forwarded)
-            notes += [note] if note else []
-        body = bytearray()
-        for name, raw in (("received", received), ("forwarded", forwarded)):
-            body += b', "%s": ' % name.encode()
-            if raw is None:
-                body += b"null"
-            elif not write_text(body, raw):
-                notes.append(f"the body as {name} is cut: it is no text")
-        if notes:
-            row["note"] = "; ".join(notes)
-        body[:0] = json.dumps(row)[:-1].encode()
+        """A request with its body as received and as forwarded, and what differs between the two
+        prompts, where these are not too long. Takes at most ten times the body's memory, or 64
+        times DIFF_BYTES."""
+        row: Json = {**self.row(exchange), "diff": []}
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        prompts = list[list[Segment]]()
+        with contextlib.suppress(Unreadable, RecursionError):
+            for raw in bodies:
+                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                    view = view_of(parse(raw), exchange.dialect)
+                    prompts.append(segments_of(view) if view is not None else [])
+        if len(prompts) == 2:
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            row["diff"] = difference(*prompts)
+        body = json.dumps(row)[:-1].encode()
+        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+            body += name + (b"null" if raw is None else as_json(raw))
         return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
@@ -5994,21 +5972,22 @@ class Pages:
 
     def page(self) -> Answer:
         """The page, complete without its script."""
-        nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
+        nonce, metrics, config = uuid.uuid4().hex, self.proxy.metrics, self.proxy.config
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            facts, chart = self.facts(), self.chart()
+            facts = self.facts()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        if not rows:
-            kept = self.proxy.config.keep_requests
-            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        config = dataclasses.asdict(self.proxy.config).items()
-        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
-        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
-        parts |= {
+        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
+        settings = dataclasses.asdict(config).items()
+        told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+        parts = {
+            "state": state,
+            "tone": tone,
+            "hint": hint,
+            "facts": facts,
+            "rows": rows or f"<li>{none}.</li>",
+            "settings": html.escape(told),
             "nonce": nonce,
-            "rows": rows,
-            "settings": html.escape(settings),
             "version": __version__,
         }
         policy = (
@@ -6028,7 +6007,10 @@ class Pages:
             hint = last.fault or "It may be loading its model."
             return f"The model server {words} ({last.status})", "bad", hint
         verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        if metrics.judged and not metrics.points:
+        if (
+            metrics.judged
+            and not metrics.counts["state", "reused"] + metrics.counts["state", "read"]
+        ):
             share = statistics.mean([verdict.share for verdict in verdicts] or [0])
             hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
             return "The server does not report what it reused", "fair", hint if verdicts else ""
@@ -6067,23 +6049,6 @@ class Pages:
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
-    def chart(self) -> str:
-        """A bar for each request, and a label that tells screen readers what they show."""
-        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
-        if not points:
-            reason = "The server reports no numbers." if judged else "Nothing to show yet."
-            return f'<p class="soft">{reason}</p>'
-        bars = ""
-        for place, (when, share, name) in enumerate(points):
-            height = max(2, 100 * share)  # a miss is seen, too
-            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
-            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
-            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
-        mean = 100 * statistics.mean(share for _, share, _ in points)
-        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
-        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
-        return CHART.format(label, mean, max(20, len(points)), bars, times)
-
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
         usage, verdict, words = exchange.usage, exchange.verdict, ""
@@ -6100,116 +6065,36 @@ class Pages:
             tone = TONES.get(verdict.name, "")
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
             words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        path = html.escape(printable(exchange.request.path))
-        when = clock(exchange.time)
-        return ITEM.format(exchange.number, when, html.escape(told), path, words)
+        path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
+        return ITEM.format(
+            exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
+        )
 
 
-# --- a request's bodies, and what differs between them --------------------------------------------
+def as_json(raw: bytes | bytearray) -> bytes:
+    """A body as a JSON string."""
+    return json.dumps(raw.decode("utf-8", "replace"), ensure_ascii=False).encode()
 
 
-def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
-    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes
-    are text that it would take more than three times its size."""
-    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
-    out += b'"'
-    for at in range(0, len(raw), TEXT_PIECE):
-        if len(out) - start > 3 * at + TEXT_PIECE:
-            out += b'..."'
-            return False
-        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
-        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
-    out += b'"'
-    return True
+DIFF_BYTES = 1 << 20  # longer bodies are not compared
+DIFF_LINES = 5000  # longer segments are not compared
 
 
-TEXT_PIECE = 1 << 16  # bytes
-DIFF_BYTES = 4 << 20  # longer bodies are not compared
-DIFF_LINES = 1000  # compared, from the first to the last that differs
-DIFF_COLUMNS = 1000  # of a line that are shown
-BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
-
-
-def json_lines(raw: bytes | bytearray) -> Iterator[str]:
-    """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
-    Only one string at a time is parsed: the values of a whole body would take too much memory."""
-    text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
-    decode = json.JSONDecoder(strict=False).raw_decode
-    while found := BODY_TOKEN.match(text, at):
-        token, at = found[1], found.end()
-        if token == '"':
-            value, at = decode(text, at - 1)
-            start, line = 0, line + token
-            while (end := value.find("\n", start)) >= 0:
-                yield line + shortened(value[start:end])
-                start, line = end + 1, ""
-            line += shortened(value[start:]) + token
+def difference(before: list[Segment], after: list[Segment]) -> list[str]:
+    """A unified diff of two prompts, segment by segment."""
+    found = list[str]()
+    was, now = ([text for _, text in prompt] for prompt in (before, after))
+    for tag, low, high, new_low, new_high in difflib.SequenceMatcher(None, was, now).get_opcodes():
+        if tag == "equal":
             continue
-        if token in "]}":
-            if line.strip():
-                yield line
-            depth -= 1
-            line = " " * min(depth, 50)
-        line += ": " if token == ":" else token
-        if token in ",[{":
-            yield line
-            depth += token != ","
-            line = " " * min(depth, 50)
-    yield line
-
-
-def shortened(line: str) -> str:
-    """A long line's beginning; the hash tells lines apart that differ further on."""
-    if len(line) <= DIFF_COLUMNS:
-        return line
-    return f"{line[:DIFF_COLUMNS]}... ({len(line):,} characters, hash {hash(line) & 0xFFFF:04x})"
-
-
-def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
-    """Four bytes for each line of a JSON text, for finding those that differ."""
-    return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
-
-
-def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
-    """What differs between two JSON texts, as a unified diff, and a note of what is left out.
-
-    A prompt is edited at both ends. With too many lines from the first change to the last, as many
-    at each end are compared."""
-    if max(len(before), len(after)) > DIFF_BYTES:
-        return [], "the bodies are too long for a diff"
-    old, new = map(hashed_lines, (before, after))
-    start = common_prefix(old, new)
-    same = common_prefix(old[start:][::-1], new[start:][::-1])
-    if start == len(old) == len(new):
-        return [], ""
-    start, same = max(0, start - 2), max(0, same - 2)  # with the lines around them
-    skipped = max(0, max(len(old), len(new)) - start - same - DIFF_LINES)
-    windows, lines = list[list[range]](), list[dict[int, str]]()
-    for raw, length in ((before, len(old)), (after, len(new))):
-        stop, cut = length - same, start + DIFF_LINES // 2
-        parts = [range(start, min(cut, stop)), range(max(cut, stop - DIFF_LINES // 2), stop)]
-        windows.append(parts if skipped else [range(start, stop)])
-        spelled = enumerate(json_lines(raw))
-        lines.append({at: line for at, line in spelled if any(at in part for part in windows[-1])})
-    told = ["--- received", "+++ forwarded"]
-    for a, b in zip(*windows, strict=True):
-        matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
-        for group in matcher.get_grouped_opcodes(2):
-            rows = list[str]()
-            for tag, low, high, new_low, new_high in group:
-                at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
-                if skipped and at_cut and tag in ("insert", "delete"):
-                    continue  # their partners are among the lines that are skipped
-                rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
-                rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
-            if any(row[0] != " " for row in rows):
-                first, new_first = a[group[0][1]], b[group[0][3]]
-                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
-    return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
-
-
-def clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
+        names = [name for name, _ in (*before[low:high], *after[new_low:new_high])]
+        old = [line for text in was[low:high] for line in text.split("\n")]
+        new = [line for text in now[new_low:new_high] for line in text.split("\n")]
+        if max(len(old), len(new)) > DIFF_LINES:
+            found.append(f"{names[0]}: too long for a diff")
+        else:
+            found += difflib.unified_diff(old, new, names[0], names[-1], n=2, lineterm="")
+    return found
 
 
 def counted(number: int, noun: str) -> str:
