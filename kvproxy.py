@@ -40,7 +40,6 @@ if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, t
     TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
     sys.exit(TOO_OLD % sys.version_info[:2])
 
-import argparse
 import bisect
 import codecs
 import collections
@@ -79,7 +78,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 try:
     import ssl
@@ -2728,10 +2727,6 @@ COMPARED = 65536  # characters of two texts whose likeness is judged
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
-BLOCK = 1024  # characters, for what prompts as received have in common
-CURE_LINES = 4  # of a system prompt that one cure covers
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 Segment = tuple[str, str]  # its name for people, and its text
@@ -2800,62 +2795,54 @@ def tool_name(tool: Any) -> str:
 
 
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
+    """A prompt as it was forwarded, in segments.
 
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone; `sent` is a
-    hash of all that the client sent. `first` is the place of the first turn, `head` a hash of all
-    before it. `tokens` and `number` are known once the request is finished."""
+    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
+    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
+    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
+    finished."""
 
-    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "sent",
-                 "side", "step", "texts", "time", "tokens", "turns")  # fmt: skip
+    __slots__ = ("chain", "conversation", "first", "head", "number", "reasoning", "segments", "sent",
+                 "side", "size", "step", "system", "time", "tokens", "tools", "turns")  # fmt: skip
 
-    def __init__(
-        self,
-        view: View,
-        conversation: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [name for name, _ in segments]
-        self.texts = [text for _, text in segments]
-        self.first = sum(not name.startswith("turn ") for name in self.names)
-        self.chain, self.turns = links(segments), links(segments[self.first :])
+    def __init__(self, view: View, talk: str, headers: Mapping[str, str], now: float) -> None:
+        """`talk` names the conversation; `headers`: of the request, their names in lower case."""
+        self.conversation, self.time = talk, now
+        self.side, self.step = side_of(view, headers), step_of(view)
+        self.reasoning, self.segments = reasoning_of(view), segments_of(view)
+        self.system = "\n".join(text for name, text in self.segments if name == "system")
+        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
+        self.first = sum(not name.startswith("turn ") for name, _ in self.segments)
+        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
+        self.size = sum(len(text) for _, text in self.segments)  # in characters
         self.tokens: int | None = None
-        self.number = self.sent = 0
+        self.sent: Prompt | None = None
+        self.number = 0
 
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
+    def memory(self) -> int:
+        """Bytes that it takes (PEP 393: with one emoji four for each character of a text)."""
+        own = sum(370 + sys.getsizeof(text) for _, text in self.segments)
+        return own + (self.sent.memory() if self.sent is not None else 0)
 
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names[: self.first] if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
+    def at(self, place: int) -> Segment:
+        """The segment at a place; an empty one behind the last."""
+        return self.segments[place] if place < len(self.segments) else ("", "")
 
     def opening(self) -> str:
         """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
+        return self.at(self.first)[1]
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
-
-    def segment(self, place: int) -> Segment:
-        """A name and its text; empty behind the last one."""
-        return (self.names[place], self.texts[place]) if place < len(self.names) else ("", "")
+        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
 
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
         if self.turns[: len(base.turns)] == base.turns:
             return True
-        raw = [one.names[one.first :] == ["turn 1 (prompt)"] for one in (self, base)]
-        return all(raw) and self.opening().startswith(base.opening())
+        raw = all(one.at(one.first)[0] == "turn 1 (prompt)" for one in (self, base))
+        return raw and self.opening().startswith(base.opening())
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
@@ -2864,9 +2851,9 @@ class Prompt:
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
         depth = common_prefix(self.chain, other.chain)
-        (name, text), (other_name, other_text) = self.segment(depth), other.segment(depth)
+        (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
-        return self.length(depth) + more
+        return sum(len(text) for _, text in self.segments[:depth]) + more
 
 
 def links(segments: list[Segment]) -> list[int]:
@@ -2951,10 +2938,6 @@ VERDICTS = {
     "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
 }
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
-}
 
 
 @dataclasses.dataclass
@@ -2985,8 +2968,8 @@ class Verdict:
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
-        if self.name == "new branch":
-            return RETURNS.get(self.kind, "")
+        if self.name == "new branch" and self.kind in ("regenerated", "edited"):
+            return f"goes on from an older prompt than the newest one ({self.kind})"
         if self.name != "rewritten":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
@@ -3018,59 +3001,39 @@ class Case:
 
 
 class Ledger:
-    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
-    oldest out first."""
-
-    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
-    BLOCKS = 1 << 17  # of what clients sent, before half of them are forgotten
+    """The last prompts, and what they have in common. Bounded, oldest out first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size = limit, 0
-        self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
-        self.count = 0  # of all prompts judged; the newest entry's number
-        self.blocks, self.old_blocks = set[int](), set[int]()  # hashes of all up to each block
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.deque[tuple[int, Prompt]] = collections.deque()
+        self.count = 0  # of all prompts judged
 
-    def judge(
-        self, prompt: Prompt, lost_at: float = -1.0, sent: list[Segment] | None = None
-    ) -> Case:
-        """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle().
-
-        `lost_at`: when the server was last away, on the prompts' clock; `sent`: what the client
-        sent, where that is something else."""
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
+        """Compare a prompt with those before it, and remember it. What the server says comes later,
+        in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        stored = self.remember(prompt)
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        sent_links = prompt.chain if sent is None else links(sent)
-        prompt.sent = sent_links[-1] if sent_links else 0
-        case.straight = self.shared(prompt.texts if sent is None else [text for _, text in sent])
-        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
-            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-            longest = None if link is None else self.entries[self.index[link]]
-            self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        case.base = base = previous(prompt, stored, longest)
+        case.base = base = previous(prompt, stored)
         if base is None:  # of other conversations the closest one, rather one with the same tools
-            base = longest
-            if base is None or base.head != prompt.head:
-                head = prompt.names[: prompt.first]
-                base = max(
-                    stored[:COMPARED_PROMPTS],
-                    key=lambda one: (one.names[: one.first] == head, prompt.common(one)),
-                )
+            like = [one for one in stored if one.head == prompt.head] or stored
+            like = like[:COMPARED_PROMPTS]
+            base = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
         case.whole = case.base is not None and prompt.goes_on(base)
-        case.moved = case.base is not None and base.sent in sent_links
-        common = max(prompt.common(one) for one in {base, longest or base})
-        verdict.share = common / (prompt.length() or 1)
+        others = {base, *stored[:LOOKED_AT]}
+        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
+        sent = prompt.sent or prompt
+        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
+        case.moved = case.base is not None and sent.goes_on(base.sent or base)
         newer = list(itertools.takewhile(lambda one: one is not base, stored))
         case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
         if case.whole:
             verdict.name, talk = "extended", (base.conversation, base.head)
-            again = [one for one in newer if (one.conversation, one.head) == talk]
-            if not prompt.side and any(not one.side for one in again):
+            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
+            if again and not prompt.side:
                 same = len(prompt.chain) == len(base.chain)
                 verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
@@ -3078,128 +3041,82 @@ class Ledger:
         place = verdict.where.partition(" ")[0]
         goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
         volatile = place != "turn" and verdict.kind in VOLATILE
-        same = place != "system" or alike(base.system(), prompt.system())
-        if not prompt.side and same and (goes_on or volatile):
+        same_agent = place != "system" or alike(base.system, prompt.system)
+        if not prompt.side and same_agent and (goes_on or volatile):
             verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
         else:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return case
 
-    def shared(self, texts: list[str]) -> float:
-        """The share of what a client sent that it or another one had begun with before; in doubt, a
-        block more. No lock: what is added or looked up is one number."""
-        chain, sizes, link = list[int](), list[int](), 0
-        for text in texts:
-            for at in range(0, len(text), BLOCK):
-                block = text[at : at + BLOCK]
-                link = hash((link, block))
-                chain.append(link)
-                sizes.append(len(block))
-        known, older = self.blocks, self.old_blocks
-        new = (at for at, link in enumerate(chain) if link not in known and link not in older)
-        shared = sizes[: next(new, len(chain)) + 1]
-        self.blocks.update(chain)
-        if len(self.blocks) > self.BLOCKS // 2:
-            self.old_blocks, self.blocks = self.blocks, set()
-        return sum(shared) / (sum(sizes) or 1)
-
-    def remember(self, prompt: Prompt) -> None:
-        self.count += 1
-        for place, link in enumerate(prompt.chain):
-            if link in self.index:
-                known = self.entries[self.index[link]]
-                prompt.texts[place] = known.texts[place]  # the string that is held already
-            else:
-                self.size += text_size(prompt.texts[place])
-            self.index[link] = self.count
-        self.entries[self.count] = prompt
-        self.size += 300 * len(prompt.chain)
-        while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
-            self.forget()
-
-    def forget(self) -> None:
-        """Drop the oldest entry, and what no newer one has."""
-        number, entry = self.entries.popitem(last=False)
-        self.size -= 300 * len(entry.chain)
-        for place, link in enumerate(entry.chain):
-            if self.index[link] == number:
-                del self.index[link]
-                self.size -= text_size(entry.texts[place])
+    def remember(self, prompt: Prompt) -> list[Prompt]:
+        """Store a prompt; returns those before it, the newest first."""
+        memory = prompt.memory()
+        with self.lock:
+            newest = itertools.islice(reversed(self.entries), LOOKED_THROUGH)
+            stored = [one for _, one in newest]
+            self.entries.append((memory, prompt))
+            self.count, self.size = self.count + 1, self.size + memory
+            while self.size > self.limit and len(self.entries) > 1:
+                self.size -= self.entries.popleft()[0]
+        return stored
 
 
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
-    return 70 + sys.getsizeof(text)
-
-
-def previous(prompt: Prompt, stored: list[Prompt], longest: Prompt | None) -> Prompt | None:
+def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
     of its history.
 
-    `stored`: the newest first; `longest`: the one that this one has most in common with. What
-    stands before the turns does not count here. One whose last message alone was put in another way
-    (a branch, a question beside the conversation) is passed over."""
+    `stored`: the newest first. What stands before the turns does not count here. One whose last
+    message alone was put in another way (a branch, a question beside the conversation) is passed
+    over."""
     talk, side = prompt.conversation, prompt.side
-    own = (one for one in stored if one.conversation == talk and (side or not one.side))
-    entries = list(itertools.islice(own, COMPARED_PROMPTS))
-    named = [one for one in entries if prompt.has_turns_of(one)]
-    others = stored[:LOOKED_AT]  # a name may change with the system text or the first words
-    if longest in named and named[0] in others:
-        others = others[: others.index(named[0])]
-    entries += [one for one in others if one.conversation != talk and looks_alike(prompt, one)]
+    named = (one for one in stored if one.conversation == talk and (side or not one.side))
+    own = list(itertools.islice(named, COMPARED_PROMPTS))
+    whole = next((one for one in own if prompt.has_turns_of(one)), None)
+    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
+    # A name may change with the system text or the first words.
+    own += [one for one in newer if one.conversation != talk and looks_alike(prompt, one)]
     whole = changed = None
     deepest = reached = -1
-    for entry in entries:
+    for entry in own:
+        depth = common_prefix(prompt.turns, entry.turns)
         if prompt.has_turns_of(entry):
-            depth = len(entry.turns)
             closer = whole is not None and prompt.common(entry) > prompt.common(whole)
             if depth > deepest or (depth == deepest and closer):
                 whole, deepest = entry, depth
-        elif changed is None:
-            depth = common_prefix(prompt.turns, entry.turns)
-            if depth > deepest and prompt.answered(depth):
-                changed, reached = entry, depth
+        elif changed is None and depth > deepest and prompt.answered(depth):
+            changed, reached = entry, depth
     return whole if deepest > reached else changed
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     """Whether a prompt of another name seems to be of the same conversation."""
-    if "(prompt)" in prompt.names[-1]:
+    if prompt.at(prompt.first)[0].endswith("(prompt)"):
         return prompt.goes_on(one)
     if prompt.side or one.side or not one.turns or not prompt.answered(0):
         return False
     first, opening = one.opening(), prompt.opening()
     if not (first in opening or opening in first or alike(first, opening)):
-        said = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-        if said.isdisjoint(one.texts[one.first :]):
+        said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
+        if not any(text in said for _, text in one.segments[one.first :]):
             return False
-    return one.head == prompt.head or alike(one.system(), prompt.system())
+    return alike(one.system, prompt.system)
 
 
 def locate_change(case: Case, base: Prompt) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    (name, new), (old_name, old) = prompt.segment(depth), base.segment(depth)
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    if base.system() != prompt.system():
-        verdict.where, old, new = "system", base.system(), prompt.system()
-    elif was != now:
-        verdict.where, verdict.kind = "tools", "tools changed"
-        had, has = set(was), set(now)
-        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
-        if sorted(was) == sorted(now):
-            start = common_prefix(was, now)
-            verdict.kind, sides = "tool order", (was[start:], now[start:])
-        verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
+    if base.system != prompt.system:
+        verdict.where, old, new = "system", base.system, prompt.system
+    elif base.tools != prompt.tools:
+        locate_tools(verdict, base.tools, prompt.tools)
         return
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
-        verdict.kind = "order of tool results"
-    elif old and (not name or answers or stands_behind(new, base, depth)):
+    elif old and (not name or ("(assistant)" in name and "(assistant)" not in old_name)
+                  or stands_behind(new, base, depth)):  # fmt: skip
         verdict.where, verdict.kind, new = old_name, "taken out", ""
     elif new and stands_behind(old, prompt, depth):
         verdict.kind, old = "put in", ""
@@ -3212,36 +3129,41 @@ def locate_change(case: Case, base: Prompt) -> None:
     verdict.before, verdict.after = around(old, at), around(new, at)
 
 
-def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
-    """Whether what stands at a place is there in another order, inside or among the turns."""
-    old, new = base.texts[depth], prompt.texts[depth]
-    if stands_behind(new, base, depth):
-        return stands_behind(old, prompt, depth)
-    return old.split() != new.split() and sorted(old.split()) == sorted(new.split())
+def locate_tools(verdict: Verdict, was: list[str], now: list[str]) -> None:
+    """Say how a list of tools was changed."""
+    verdict.where, verdict.kind = "tools", "tools changed"
+    had, has = set(was), set(now)
+    sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
+    if had == has and len(was) == len(now):
+        start = common_prefix(was, now)
+        verdict.kind, sides = "tool order", (was[start:], now[start:])
+    verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
     """Whether a text stands behind a place; a word or two only if close to it."""
-    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    behind = prompt.segments[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    return text != "" and any(text == other for _, other in behind)
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
+
+
+CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
     where, (old, new) = case.verdict.where, case.texts
-    order = case.verdict.kind in ("tool order", "order of tool results")
-    if where != "system" and "(user)" not in where and not order:
+    system, order = where == "system", case.verdict.kind == "tool order"
+    if not system and "(user)" not in where and not order:
         return ""
-    for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
+    for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
-    name, patterns = "REPLAY_REGEX", iter(()) if order else block_patterns(old, new)
-    if where == "system":
-        name, patterns = "LIFT_REGEX", line_patterns(old, new)
-    pattern = next(patterns, "")
+    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
+    pattern = "" if order else lines_pattern(old, new) if system else block_pattern(old, new)
     if not pattern or pattern in getattr(config, name.lower()):
         return ""
     return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
@@ -3254,27 +3176,26 @@ def shape(text: str) -> str:
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
-def line_patterns(old: str, new: str) -> Iterator[str]:
-    """Patterns of whole lines, each there once, without which two system texts are equal."""
-    lines = [text.split("\n") for text in (old, new)]
-    pairs = [pair for pair in zip(*lines, strict=False) if pair[0] != pair[1]]
-    if len(lines[0]) != len(lines[1]) or len(pairs) > CURE_LINES:
-        return
+def lines_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal."""
+    before, after = old.split("\n"), new.split("\n")
+    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
     patterns = []
-    for was, now in pairs:
+    for was, now in pairs[:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
         patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
-    compiled = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
-    once = all(len(one.findall(text)) == 1 for one in compiled for text in (old, new))
-    left = {re.sub("|".join(patterns), "", text, flags=re.MULTILINE) for text in (old, new)}
-    if once and len(left) == 1:
-        yield "|".join(patterns)
+    texts = [old, new]
+    for pattern in patterns:
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
 
 
-def block_patterns(old: str, new: str) -> Iterator[str]:
-    """Patterns of a block without which two user texts are equal."""
+def block_pattern(old: str, new: str) -> str:
+    """A pattern of a block without which two user texts are equal."""
     prefix = common_prefix(old, new)
     suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
     for text in (old, new):  # the paragraphs around the change
@@ -3287,11 +3208,12 @@ def block_patterns(old: str, new: str) -> Iterator[str]:
             continue
         opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", "$"):
-            pattern = f"(?s{'m' * (closing == '$')}){opening}.*?{closing}"
+        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+            pattern = f"(?s){opening}.*?{closing}"
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
-                yield pattern
+                return pattern
+    return ""
 
 
 # --- what the server says -------------------------------------------------------------------------
@@ -3354,21 +3276,23 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
         # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
         # unless set) of its prompt; what the slot held goes to the host cache only if less than
         # half of it stays (server-context.cpp, get_available_slot).
-        shares = [one.common(base) / (one.length() or 1) for one in case.between]
-        share = max(shares)
-        other = case.between[shares.index(share)]
-        size, wanted = other.tokens or other.length() // 4, math.ceil(100 * share + 1) / 100
+        share, _, other = max(
+            (one.common(base) / (one.size or 1), -place, one)
+            for place, one in enumerate(case.between)
+        )
+        numbers = {"share": share, "size": other.tokens or other.size // 4}
+        wanted = math.ceil(100 * share + 1) / 100
+        numbers |= {"shared": round(share * numbers["size"]), "wanted": wanted}
         same = other.conversation == base.conversation
         who = "a request of the same chat in another form" if same else "another conversation"
-        numbers = {"who": f"a {other.side} request" if other.side else who, "size": size}
-        numbers |= {"shared": round(share * size), "share": share, "wanted": wanted}
+        numbers["who"] = f"a {other.side} request" if other.side else who
         if share > 0.1:
-            why = ADVICE["slot taken"]
             several = "several slots" if wanted < expected / total else "no -sps"
             helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-            why += "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-    told = f"{cached:,} of {expected:,} tokens were still there"
-    verdict.advice = f"{told}: {why.format(**numbers)}"
+            told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
+            why = ADVICE["slot taken"] + told
+    still = f"{cached:,} of {expected:,} tokens were still there"
+    verdict.advice = f"{still}: {why.format(**numbers)}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3392,12 +3316,8 @@ ADVICE = {
     " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "system": "the client writes this part of its system prompt anew",
-    "tools": "keep the list of tools the same for the length of a conversation",
-    "tool": "keep a tool's description the same for the length of a conversation",
-    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
-    " read all again",
-    "turns": "have the client keep it, where it can",
+    "rewritten": "have the client keep it as it was, where it can; hybrid, recurrent and"
+    " sliding-window models may read all again",
     "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
     " in front of the change: --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
@@ -3426,21 +3346,20 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
+def side_of(view: View, headers: Mapping[str, str]) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
+    body, turns = view.body, view.turns[-1:]
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    titled = "title" in members(members(wanted.get("schema")).get("properties"))
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
+        return "title"  # Codex says so, or wants a property of this name
     if body.get("tools"):
         return ""
-    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
-    if "title" in members(members(wanted.get("schema")).get("properties")):
-        return "title"  # a property; every schema may have a title
-    turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
     matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
@@ -3458,6 +3377,10 @@ def step_of(view: View) -> str:
     return "tool step" if turns[-1] == "tool" else "user turn"
 
 
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+
+
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
 
@@ -3466,10 +3389,10 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     if not before or not now or len(before) - at <= ANSWER_START:
         return
     place = 0
-    for number, text in enumerate(base.texts[base.first :], base.first):
+    for number, (_, text) in enumerate(base.segments[base.first :], base.first + 1):
         found = before.find(text.strip()[:60], place, at)
         if found >= 0:
-            verdict.where, place = base.segment(number + 1)[0], found
+            verdict.where, place = base.at(number)[0], found
     verdict.name = verdict.kind = "template"
     verdict.before, verdict.after = around(before, at), around(now, at)
 
@@ -5063,12 +4986,12 @@ class Proxy:
         exchange.explained = True
         agent, now = "x-claude-code-agent-id", time.monotonic()
         try:
-            headers = {agent: exchange.request.get(agent)}
-            prompt, sent = Prompt(view, exchange.trace.conversation, headers, now), None
+            told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, now
+            prompt = Prompt(view, *told)
             if exchange.forwarded is not received:
                 original = view_of(parse(received), view.dialect)
-                sent = segments_of(original) if original is not None else None
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, sent)
+                prompt.sent = Prompt(original, *told) if original is not None else None
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle = exchange.started - self.last_end
             exchange.verdict, exchange.straight = case.verdict, case.straight
         except RecursionError:
@@ -6122,36 +6045,30 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
     cache. Raises OSError, ValueError or HTTPException."""
-    rows: list[Json] = []
-    history: list[Json] = []
+    rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
+    server = urllib.parse.urlsplit(url)
     target = under(server, b"/v1/chat/completions").decode()
-    headers = {"Content-Type": "application/json", **bearer(key)}
+    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
     for turn in range(1, args.turns + 1):
-        ident = str(uuid.uuid4())
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
-        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        question = f"{stamp} Question {turn}: {filler(20, turn)}"
-        text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
-        history.append({"role": "user", "content": text})
-        body: Json = {
-            "model": "local",
-            "messages": [{"role": "system", "content": system}, *history],
-        }
-        body |= {"stream": True, "max_tokens": 16, "temperature": 0}
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        messages = [{"role": "system", "content": system}, *turns]
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
-            connection.request("POST", target, dump(body), headers)
+            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
             response = connection.getresponse()
             data = response.read1(65536)
             first = 1000 * (time.monotonic() - started)
@@ -6159,7 +6076,7 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        history.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
         usage = usage_of(data)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
@@ -6169,7 +6086,7 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
     return rows
 
 
-def compare(args: argparse.Namespace, config: Config) -> None:
+def compare(args: Words, config: Config) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
     print both runs."""
     straight = play("straight", config.backend_url, args, config.read_timeout)
@@ -6186,8 +6103,8 @@ def compare(args: argparse.Namespace, config: Config) -> None:
     columns = ("prompt", "read", "reused", "ms")
     heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
     print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for turn, pair in enumerate(zip(straight, through, strict=True), 1):
-        line = f"{turn:>5}"
+    for pair in zip(straight, through, strict=True):
+        line = f"{pair[0]['turn']:>5}"
         for row in pair:
             cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
             line += " | " + " ".join(f"{cell:>8}" for cell in cells)
@@ -6201,23 +6118,20 @@ class SimulatedServer(BaseHTTPRequestHandler):
     at MS a word."""
 
     MS = 0.02
-    slot = ""  # of the class
+    slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in body["messages"])
-        cached = len(prompt[: common_prefix(self.slot, prompt)].split())
-        read = max(1, len(prompt.split()) - cached)
-        SimulatedServer.slot = prompt
-        time.sleep(read * self.MS / 1000)
-        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
-        answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
-        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
+        words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
+        cached = min(common_prefix(self.slot, words), len(words) - 1)
+        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        time.sleep(ms / 1000)
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
+        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for event in (dump(answer), dump(end), b"[DONE]"):
-            self.wfile.write(b"data: " + event + b"\n\n")
+        event = dump({"choices": [choice], "timings": timings})
+        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -6227,7 +6141,7 @@ DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts w
 and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
 
 
-def command_demo(args: argparse.Namespace, config: Config) -> int:
+def command_demo(args: Words, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
     if not args.json:
         print(DEMO)
@@ -6239,7 +6153,7 @@ def command_demo(args: argparse.Namespace, config: Config) -> int:
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
+        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
     return 0
 
 
@@ -6250,7 +6164,7 @@ That takes {time} on a server that reads 400 tokens a second.
 """
 
 
-def command_bench(args: argparse.Namespace, config: Config) -> int:
+def command_bench(args: Words, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
     backend = Backend(config)
     try:
@@ -6275,7 +6189,7 @@ ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversat
 host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
 
 
-def command_check(args: argparse.Namespace, config: Config) -> int:
+def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
     backend.key = os.environ.get("API_KEY", "")
@@ -6289,23 +6203,20 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    status, rows = backend.ask("/slots")
-    advice = []
-    if status != 200 or not isinstance(rows, list):
-        wants_key = status in (401, 403)
-        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
-        print(f"prompt cache: the server does not tell, {reason};")
-        print("a run of `python kvproxy.py bench` shows it")
-    elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
-        advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
-    else:
-        print("prompt cache: on, as far as /slots tells")
+    status, slots = backend.ask("/slots")
+    told = []
+    if status != 200 or not isinstance(slots, list):
+        why = "it wants an API key for that" if status in (401, 403) else "it has no /slots"
+        told.append(f"The server does not tell whether its prompt cache is on: {why}. A run of"
+                    " `python kvproxy.py bench` shows it.")  # fmt: skip
+    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
+        told.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
     if found.get("slots") == 1:
-        advice.append(ONE_SLOT)
+        told.append(ONE_SLOT)
     if isinstance(context := found.get("context"), int) and context < 32768:
-        few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
-        advice.append(f"{few}: raise -c or lower -np.")
-    for line in advice:
+        told.append(f"{context:,} tokens of context a slot is less than agents send"
+                    " (16,000-60,000): raise -c or lower -np.")  # fmt: skip
+    for line in told or ["Nothing in its settings hurts the cache, as far as it tells."]:
         print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
@@ -6325,21 +6236,12 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
-LOG_SLOT = re.compile(
-    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
-)
+LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
 LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
-LOG_CAUSES = {
-    "no similar slot": "no slot held a similar prompt",
-    "low similarity": "little in common with what the slot held",
-    "not all kept": "the slot held a similar prompt, but most was read again",
-    "slot cut": "a part of what the slot held was thrown away",
-}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -6362,7 +6264,7 @@ INSPECT_ROW: Json = {
 }
 
 
-def command_inspect(args: argparse.Namespace, config: Config) -> int:
+def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
@@ -6429,13 +6331,14 @@ def inspect_advice(found: Json, config: Config) -> str:
     """What to do about a finding."""
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: nothing to do but to send the requests through it."
-    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
+    cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
+    told = found.pop("cure") or advice(cause, config)
     some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
     return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
-    """Reads a capture or a server log line by line; a row per request comes out when it is
+    """Reads a capture or a server's log line by line; a row per request comes out when it is
     complete."""
 
     def __init__(self, config: Config) -> None:
@@ -6480,7 +6383,7 @@ class LogReader:
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = prompt.length() // 4
+            usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
@@ -6501,7 +6404,7 @@ class LogReader:
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
             trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
+        return self.cured.judge(Prompt(view, trace.conversation, headers, 0.0)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
@@ -6509,9 +6412,8 @@ class LogReader:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
-        number = (found[2] or found[4]) if found else None
         if found:
-            self.slots[port] = found[1] or found[3]
+            self.slots[port] = found[1] or found[2]
         slot = port, self.slots.get(port, "?")
         hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
         name, match = next(hits, ("", None))
@@ -6519,17 +6421,12 @@ class LogReader:
             return []
         if name == "start":
             return self.end(port)
-        if name == "cancel":
-            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
-            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
-        task, done = self.tasks.get(slot, {}), []
-        known = "tokens" in task
-        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
-            done = [self.close(slot)] if known else []
-            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        task, done = self.tasks.setdefault(slot, {}), []
+        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
+            done, task = [self.close(slot)], {}
+        elif name == "slot":
+            task.clear()
         self.tasks[slot] = task
-        if number:
-            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
@@ -6539,7 +6436,7 @@ class LogReader:
             task["tokens"] = task["cached"] + task["read"]
         return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str]) -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
@@ -6555,15 +6452,14 @@ class LogReader:
         elif mostly and low and size > 2 * longest:
             what = "first prompt of its length"
         elif mostly:
-            cause = (
+            what = cause = (
                 "no similar slot" if sim is None else "low similarity" if low else "not all kept"
             )
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            cause = "slot cut"
-        what = LOG_CAUSES.get(cause, what)
+            what = cause = "slot cut"
         row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
         row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what + suffix}
+        return row | {"cause": cause, "what": what}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
@@ -6580,21 +6476,16 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
-    if verdict.kind == "reasoning":
-        return "turns, whose reasoning is no longer sent"
-    place = "turn" if verdict.where.startswith("turn ") else verdict.where
-    if verdict.kind in ("taken out", "put in"):
-        start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
-        return f"{place} {verdict.kind}: {start!r}"
-    label = verdict.before[: common_prefix(verdict.before, verdict.after)]
-    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", label))[-24:].strip()
-    return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
+    same = common_prefix(verdict.before, verdict.after) or len(verdict.before)
+    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", verdict.before[:same]))[-24:].strip()
+    place = "turn" if verdict.where.startswith("turn") else verdict.where
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def command_serve(args: argparse.Namespace, config: Config) -> int:
+def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
@@ -6631,8 +6522,7 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = f"http://[{host}]" if ":" in host else f"http://{host}"
-    url += f":{config.listen_port}"
+    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
     there = urllib.parse.urlsplit(url)
     if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
@@ -6644,25 +6534,66 @@ def taken_by(config: Config) -> str:
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
-def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The settings among a command line's words (NAME=value), and the other words. Raises
-    ConfigError for a word that is neither setting nor command nor option."""
-    settings, others = {}, []
-    for word in words:
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - reads stdin"),
+    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
+}
+OPTIONS = {
+    "--json": "demo, bench and inspect print JSON",
+    "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
+    "--turns": "demo and bench: turns of the conversation [5]",
+    "--version": "print the version",
+    "--help": "print this",
+}
+
+
+@dataclasses.dataclass
+class Words:
+    """A command line: a command, what belongs to it, and settings."""
+
+    command: str = ""
+    file: str = ""
+    tokens: int = 0
+    turns: int = 5
+    json: bool = False
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read_words(words: Iterable[str]) -> Words:
+    """The words of a command line, in any order. Raises ConfigError for one that means nothing."""
+    args, left = Words(), iter(words)
+    for word in left:
         name, equals, value = word.partition("=")
         if equals and is_setting(name.upper()):
-            settings[name.upper()] = value
+            args.settings[name.upper()] = value
         elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
             raise ConfigError(f"{name} is no setting{nearest(name)}")
+        elif name in ("--tokens", "--turns"):
+            value = value if equals else next(left, "")
+            if not re.fullmatch("0*[1-9][0-9]{,8}", value):
+                raise ConfigError(f"{name}: must be at least 1")
+            setattr(args, name[2:], int(value))
+        elif word == "--json":
+            args.json = True
+        elif word in ("--help", "--version", "-h"):
+            args.command = word
+        elif word.startswith("--"):
+            raise ConfigError(f"{name} is no option{nearest(name)}")
+        elif not args.command and word not in COMMANDS:
+            raise ConfigError(f"{word!r} is no command and no setting{nearest(word)}")
+        elif not args.command:
+            args.command = word
+        elif args.command != "inspect" or args.file:
+            raise ConfigError(f"{word!r} is one word too many; --help lists all")
         else:
-            others.append(word)
-    for word in others:
-        option, _, value = word.partition("=")
-        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
-            raise ConfigError(f"{option} is no option{nearest(option)}")
-    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
-        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
-    return settings, others
+            args.file = word
+    if args.command == "inspect" and not args.file:
+        raise ConfigError("inspect needs a FILE; - reads stdin")
+    args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
+    return args
 
 
 def nearest(word: str) -> str:
@@ -6670,73 +6601,31 @@ def nearest(word: str) -> str:
     if "://" in word or BARE_URL.fullmatch(word):
         return f"; write BACKEND_URL={word}"
     name = word.strip("-").replace("-", "_").upper()
-    settings = [item.name.upper() for item in dataclasses.fields(Config)]
-    found = [setting for setting in settings if name == setting or name in setting.split("_")]
-    if not found:
-        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
-        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
-    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
+    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    names |= {command.upper(): command for command in COMMANDS}
+    found = found or difflib.get_close_matches(name, names, 2)
+    told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
 
-OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
-
-
-ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
-prompts."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def usage_text() -> str:
+    """What --help prints."""
     width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
+    settings = {}
     for name, default, text in Config.table():
-        first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
-    parser = Parser(
-        prog="kvproxy.py",
-        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(ABOUT, width),
-        epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    parser.set_defaults(run=command_serve)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
-    for name, (run, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run, tokens=6000 if name == "demo" else 16000, turns=5)
-        if name == "inspect":
-            command.add_argument("file", metavar="FILE", help="- reads stdin")
-        if name in ("demo", "bench"):
-            lengths = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
-            for option, meaning in lengths.items():
-                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
-        if name in ("demo", "bench", "inspect"):
-            command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-COMMANDS = {
-    "serve": (command_serve, "listen and forward (the default)"),
-    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
-    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log"),
-    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
-}
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+        settings[name] = text + (f" [{default}]" if default else "")
+    parts = {
+        "commands": {name: text for name, (_, text) in COMMANDS.items()},
+        "options": OPTIONS,
+        "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
+    }
+    lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
+    for title, rows in parts.items():
+        lines += ["", title + ":"]
+        for name, text in rows.items():
+            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -6745,9 +6634,12 @@ def main(argv: list[str] | None = None) -> int:
         # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        settings, words = read_words(sys.argv[1:] if argv is None else argv)
-        args = build_parser().parse_args(words)
-        return int(args.run(args, Config.from_env({**os.environ, **settings})))
+        args = read_words(sys.argv[1:] if argv is None else argv)
+        if args.command.startswith("-"):
+            print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
+            return 0
+        run = COMMANDS[args.command or "serve"][0]
+        return run(args, Config.from_env({**os.environ, **args.settings}))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

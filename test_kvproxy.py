@@ -6558,7 +6558,7 @@ def ex_play(
         body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
         prompt = ex_prompt(body, extra.get("headers"), float(now))
         case = ledger.judge(prompt, extra.get("lost_at", -1.0))
-        tokens = prompt.length() // 4
+        tokens = prompt.size // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
         case.idle, case.slots = extra.get("idle", 0.0), extra.get("slots")
@@ -6895,7 +6895,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             ex_chat(EX_HI),
             (
                 EX_NEXT,
-                (ex_prompt(ex_chat(EX_HI)).length() // 4 - 60) / (ex_prompt(EX_NEXT).length() // 4),
+                (ex_prompt(ex_chat(EX_HI)).size // 4 - 60) / (ex_prompt(EX_NEXT).size // 4),
             ),
         ],
         "extended",
@@ -6957,7 +6957,9 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        assert verdict.line() == kvproxy.RETURNS.get(verdict.kind, "")
+        again = f"goes on from an older prompt than the newest one ({verdict.kind})"
+        told_again = verdict.name == "new branch" and verdict.kind in ("regenerated", "edited")
+        assert verdict.line() == (again if told_again else "")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
@@ -7397,7 +7399,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
 def test_explain_case(name: str) -> None:
     steps, expected, cure = EX_CURED[name]
     verdict = ex_play(steps)[-1]
-    place = verdict.where if verdict.name != "lost" and verdict.kind not in kvproxy.RETURNS else ""
+    place = verdict.where if verdict.name not in ("lost", "new branch") else ""
     assert " ".join(filter(None, (verdict.name, place, verdict.kind))) == expected
     assert verdict.cure == cure and cure in verdict.line()
 
@@ -7531,7 +7533,7 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(body, headers, view) == side
+    assert kvproxy.side_of(view, headers) == side
 
 
 def ex_empty(ledger: kvproxy.Ledger) -> bool:
