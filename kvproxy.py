@@ -2721,45 +2721,8 @@ def listed(value: Any) -> list[Any]:
 
 # --- a prompt as text -----------------------------------------------------------------------------
 
-# What of a prompt is looked at, so that no body makes the search for a change long.
-SEGMENTS = 4096  # of a prompt; those behind are not looked at
-COMPARED = 65536  # characters of two texts whose likeness is judged
-LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
-COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-Segment = tuple[str, str]  # its name for people, and its text
-
-
-def segments_of(view: View) -> list[Segment]:
-    """The pieces of a prompt as the server reads them: system, tools, turns; without reasoning,
-    which clients and chat templates drop at will."""
-    found = [("system", turn.text()) for turn in view.system()]
-    for tool in listed(view.body.get("tools")):
-        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
-    turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
-    for number, turn in enumerate(turns[:SEGMENTS], 1):
-        role = "prompt" if view.dialect.turns == "prompt" else turn.role
-        if turn.told is None:
-            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
-        found.append((f"turn {number} ({role})", turn.told))
-    return found[:SEGMENTS]
-
-
-def reasoning_of(view: View) -> set[int]:
-    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
-    found, number = set(), 1
-    for turn in view.turns[view.leading() :]:
-        item = turn.item or {}
-        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
-        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
-        if thinks or turn.role == "reasoning":
-            found.add(number)
-        number += turn.role != "reasoning"
-    return found
-
-
+REASONING_PARTS = {"thinking", "redacted_thinking", "reasoning", "reasoning_text"}
 # What of an item, part, call or result the server reads, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -2794,44 +2757,69 @@ def tool_name(tool: Any) -> str:
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
 
+Segment = tuple[str, str]  # its name for people, and its text
+
+
 class Prompt:
-    """A prompt as it was forwarded, in segments.
+    """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
+    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
+    the turns with which it was sent.
 
     `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
     at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
     sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
     finished."""
 
-    __slots__ = ("chain", "conversation", "first", "head", "number", "reasoning", "segments", "sent",
-                 "side", "size", "step", "system", "time", "tokens", "tools", "turns")  # fmt: skip
+    SEGMENTS = 4096  # those behind are not looked at
 
-    def __init__(self, view: View, talk: str, headers: Mapping[str, str], now: float) -> None:
-        """`talk` names the conversation; `headers`: of the request, their names in lower case."""
-        self.conversation, self.time = talk, now
-        self.side, self.step = side_of(view, headers), step_of(view)
-        self.reasoning, self.segments = reasoning_of(view), segments_of(view)
+    def __init__(
+        self,
+        view: View,
+        talk: str = "",
+        headers: Mapping[str, str] | None = None,
+        now: float = 0.0,
+        sent: Prompt | None = None,
+    ) -> None:
+        """`talk` names the conversation; `headers`: of the request, their names in lower case;
+        `now`: on any clock."""
+        self.conversation, self.time, self.side = talk, now, side_of(view, headers or {})
+        self.segments = [("system", turn.text()) for turn in view.system()]
+        for tool in listed(view.body.get("tools")):
+            text = json.dumps(bare(tool) if members(tool) else tool)
+            self.segments.append((f"tool {tool_name(tool)}", text))
+        self.first, self.reasoning, number = len(self.segments), set[int](), 1
+        turns = view.turns[view.leading() :]
+        for turn in turns[: self.SEGMENTS]:
+            item = turn.item or {}
+            kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+            reasons = turn.role == "reasoning"
+            if reasons or item.get("reasoning_content") or kinds & REASONING_PARTS:
+                self.reasoning.add(number)
+            if reasons:
+                continue
+            if turn.told is None:
+                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+            role = "prompt" if view.dialect.turns == "prompt" else turn.role
+            self.segments.append((f"turn {number} ({role})", turn.told))
+            number += 1
+        del self.segments[self.SEGMENTS :]
         self.system = "\n".join(text for name, text in self.segments if name == "system")
         self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
-        self.first = sum(not name.startswith("turn ") for name, _ in self.segments)
         self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
         self.size = sum(len(text) for _, text in self.segments)  # in characters
-        self.tokens: int | None = None
-        self.sent: Prompt | None = None
-        self.number = 0
-
-    def memory(self) -> int:
-        """Bytes that it takes (PEP 393: with one emoji four for each character of a text)."""
-        own = sum(370 + sys.getsizeof(text) for _, text in self.segments)
-        return own + (self.sent.memory() if self.sent is not None else 0)
+        # In bytes: PEP 393, with one emoji four for each character of a text.
+        self.memory = sum(370 + sys.getsizeof(text) for _, text in self.segments)
+        self.memory += sent.memory if sent is not None else 0
+        self.sent, self.tokens = sent, cast("int | None", None)
+        self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
+        if view.dialect.edited and turns:
+            later = "tool step" if turns[-1].role == "tool" else "user turn"
+            self.step = later if self.answered(0) else "first prompt"
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.at(self.first)[1]
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
@@ -2839,10 +2827,9 @@ class Prompt:
 
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
-        if self.turns[: len(base.turns)] == base.turns:
-            return True
-        raw = all(one.at(one.first)[0] == "turn 1 (prompt)" for one in (self, base))
-        return raw and self.opening().startswith(base.opening())
+        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
+        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
+        return raw or self.turns[: len(base.turns)] == base.turns
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
@@ -2876,7 +2863,7 @@ def alike(a: str, b: str) -> bool:
     end, or in lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
-    a, b = a[:COMPARED], b[:COMPARED]
+    a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
@@ -2929,6 +2916,9 @@ def around(text: str, at: int) -> str:
 
 # --- verdicts -------------------------------------------------------------------------------------
 
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
+COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
@@ -3006,7 +2996,7 @@ class Ledger:
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.deque[tuple[int, Prompt]] = collections.deque()
+        self.entries: collections.deque[Prompt] = collections.deque()
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
@@ -3023,7 +3013,7 @@ class Ledger:
             like = like[:COMPARED_PROMPTS]
             base = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
         case.whole = case.base is not None and prompt.goes_on(base)
-        others = {base, *stored[:LOOKED_AT]}
+        others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
@@ -3050,14 +3040,12 @@ class Ledger:
 
     def remember(self, prompt: Prompt) -> list[Prompt]:
         """Store a prompt; returns those before it, the newest first."""
-        memory = prompt.memory()
         with self.lock:
-            newest = itertools.islice(reversed(self.entries), LOOKED_THROUGH)
-            stored = [one for _, one in newest]
-            self.entries.append((memory, prompt))
-            self.count, self.size = self.count + 1, self.size + memory
+            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
+            self.entries.append(prompt)
+            self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
-                self.size -= self.entries.popleft()[0]
+                self.size -= self.entries.popleft().memory
         return stored
 
 
@@ -3074,27 +3062,30 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     whole = next((one for one in own if prompt.has_turns_of(one)), None)
     newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
     # A name may change with the system text or the first words.
-    own += [one for one in newer if one.conversation != talk and looks_alike(prompt, one)]
+    own += [one for one in newer if one.conversation != talk]
     whole = changed = None
     deepest = reached = -1
     for entry in own:
-        depth = common_prefix(prompt.turns, entry.turns)
-        if prompt.has_turns_of(entry):
-            closer = whole is not None and prompt.common(entry) > prompt.common(whole)
-            if depth > deepest or (depth == deepest and closer):
-                whole, deepest = entry, depth
-        elif changed is None and depth > deepest and prompt.answered(depth):
+        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
+        later = changed is None and depth > deepest and prompt.answered(depth)
+        if not (begins and depth >= deepest) and not later:
+            continue
+        if entry.conversation != talk and not looks_alike(prompt, entry):
+            continue
+        if not begins:
             changed, reached = entry, depth
+        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
+            whole, deepest = entry, depth
     return whole if deepest > reached else changed
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     """Whether a prompt of another name seems to be of the same conversation."""
-    if prompt.at(prompt.first)[0].endswith("(prompt)"):
+    (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
+    if name.endswith("(prompt)"):
         return prompt.goes_on(one)
     if prompt.side or one.side or not one.turns or not prompt.answered(0):
         return False
-    first, opening = one.opening(), prompt.opening()
     if not (first in opening or opening in first or alike(first, opening)):
         said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
         if not any(text in said for _, text in one.segments[one.first :]):
@@ -3108,36 +3099,32 @@ def locate_change(case: Case, base: Prompt) -> None:
     depth = common_prefix(prompt.chain, base.chain)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
+    answers = "(assistant)" in name and "(assistant)" not in old_name
     if base.system != prompt.system:
         verdict.where, old, new = "system", base.system, prompt.system
     elif base.tools != prompt.tools:
-        locate_tools(verdict, base.tools, prompt.tools)
+        order = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
+        at = common_prefix(base.tools, prompt.tools)
+        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
+        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
         return
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif old and (not name or ("(assistant)" in name and "(assistant)" not in old_name)
-                  or stands_behind(new, base, depth)):  # fmt: skip
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "another order"
+    elif old and (not name or answers or stands_behind(new, base, depth)):
         verdict.where, verdict.kind, new = old_name, "taken out", ""
     elif new and stands_behind(old, prompt, depth):
         verdict.kind, old = "put in", ""
-    elif old.split() == new.split():
+    elif sorted(old.split()) == sorted(new.split()):
         moved = "(tool)" in name and "(tool)" not in old_name
-        verdict.kind = "moved into the result" if moved else "the same words in another form"
+        other = "another form" if old.split() == new.split() else "another order"
+        verdict.kind = "moved into the result" if moved else other
     case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-
-
-def locate_tools(verdict: Verdict, was: list[str], now: list[str]) -> None:
-    """Say how a list of tools was changed."""
-    verdict.where, verdict.kind = "tools", "tools changed"
-    had, has = set(was), set(now)
-    sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
-    if had == has and len(was) == len(now):
-        start = common_prefix(was, now)
-        verdict.kind, sides = "tool order", (was[start:], now[start:])
-    verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3364,17 +3351,6 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
         turns = view.system()[:1] + turns
     matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
     return next((str(match.lastgroup) for match in matches if match), "")
-
-
-def step_of(view: View) -> str:
-    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
-    alarm nobody."""
-    turns = [turn.role for turn in view.turns[view.leading() :]]
-    if not view.dialect.edited:
-        return ""
-    if "assistant" not in turns:
-        return "first prompt"
-    return "tool step" if turns[-1] == "tool" else "user turn"
 
 
 IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
@@ -4987,10 +4963,11 @@ class Proxy:
         agent, now = "x-claude-code-agent-id", time.monotonic()
         try:
             told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, now
-            prompt = Prompt(view, *told)
+            original = None
             if exchange.forwarded is not received:
                 original = view_of(parse(received), view.dialect)
-                prompt.sent = Prompt(original, *told) if original is not None else None
+            sent = Prompt(original) if original is not None else None
+            prompt = Prompt(view, *told, sent)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle = exchange.started - self.last_end
             exchange.verdict, exchange.straight = case.verdict, case.straight
@@ -5865,7 +5842,7 @@ class Pages:
             for raw in bodies:
                 if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
                     view = view_of(parse(raw), exchange.dialect)
-                    prompts.append(segments_of(view) if view is not None else [])
+                    prompts.append(Prompt(view).segments if view is not None else [])
         if len(prompts) == 2:
             row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
             row["diff"] = difference(*prompts)
@@ -6404,7 +6381,7 @@ class LogReader:
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
             trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers, 0.0)).verdict
+        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
@@ -6476,8 +6453,11 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
-    same = common_prefix(verdict.before, verdict.after) or len(verdict.before)
-    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", verdict.before[:same]))[-24:].strip()
+    text = verdict.before or verdict.after
+    if verdict.before and verdict.after:
+        text = text[: common_prefix(verdict.before, verdict.after)]
+    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
+    label = label if verdict.where != "tools" else ""
     place = "turn" if verdict.where.startswith("turn") else verdict.where
     return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
 
