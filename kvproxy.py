@@ -3311,6 +3311,15 @@ ADVICE = {
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
     " took the slot",
+    "no slots": "the server does not tell whether its prompt cache is on (with a key, API_KEY):"
+    " a run of `python kvproxy.py bench` shows it",
+    "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
+    "one slot for all": "one slot: a title or sub-agent request takes it, and the conversation must"
+    " come back from the host cache (leave --cache-ram on); -np 2 gives such requests a slot, and"
+    " takes memory for its context",
+    "short context": "{context:,} tokens of context a slot is less than agents send"
+    " (16,000-60,000): raise -c or lower -np",
+    "no fault": "nothing in its settings hurts the cache, as far as it tells",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
 }  # fmt: skip
@@ -6058,14 +6067,26 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
-        if args.command == "bench" and not args.json:
-            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
+        if not args.json:
+            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
+            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
     return rows
 
 
-def compare(args: Words, config: Config) -> None:
+BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
+BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
+through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
+first should: {2:,} tokens. That takes {3} on a server that reads 400 a second.
+"""
+
+
+def compare(args: Words, config: Config, name: str) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
-    print both runs."""
+    tell of both runs. Raises what play() raises."""
+    if not args.json:
+        total = args.tokens * (args.turns + 1)
+        print(BENCH.format(args, name, total, duration(total / 400)))
+        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
@@ -6076,17 +6097,7 @@ def compare(args: Words, config: Config) -> None:
     if args.json:
         runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
         print(json.dumps({**runs, "ratio": ratio}))
-        return
-    columns = ("prompt", "read", "reused", "ms")
-    heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
-    print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for pair in zip(straight, through, strict=True):
-        line = f"{pair[0]['turn']:>5}"
-        for row in pair:
-            cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
-            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
-        print(line)
-    if ratio is not None:
+    elif ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
@@ -6114,31 +6125,19 @@ class SimulatedServer(BaseHTTPRequestHandler):
         pass
 
 
-DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens
-and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
-
-
 def command_demo(args: Words, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
-    if not args.json:
-        print(DEMO)
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"))
+            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
     if not args.json:
         print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
     return 0
-
-
-BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {url}, first straight, then
-through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should: {total:,} tokens.
-That takes {time} on a server that reads 400 tokens a second.
-"""
 
 
 def command_bench(args: Words, config: Config) -> int:
@@ -6151,19 +6150,12 @@ def command_bench(args: Words, config: Config) -> int:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
         return 1
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        print(BENCH.format(args, url=url, total=total, time=duration(total / 400)))
     try:
-        compare(args, dataclasses.replace(config, backend_url=url))
+        compare(args, dataclasses.replace(config, backend_url=url), url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversation must come back from the
-host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
 
 
 def command_check(args: Words, config: Config) -> int:
@@ -6180,21 +6172,19 @@ def command_check(args: Words, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    status, slots = backend.ask("/slots")
+    slots, context = backend.ask("/slots")[1], found.get("context")
     told = []
-    if status != 200 or not isinstance(slots, list):
-        why = "it wants an API key for that" if status in (401, 403) else "it has no /slots"
-        told.append(f"The server does not tell whether its prompt cache is on: {why}. A run of"
-                    " `python kvproxy.py bench` shows it.")  # fmt: skip
+    if not isinstance(slots, list):
+        told.append("no slots")
     elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
-        told.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
+        told.append("no cache")
     if found.get("slots") == 1:
-        told.append(ONE_SLOT)
-    if isinstance(context := found.get("context"), int) and context < 32768:
-        told.append(f"{context:,} tokens of context a slot is less than agents send"
-                    " (16,000-60,000): raise -c or lower -np.")  # fmt: skip
-    for line in told or ["Nothing in its settings hurts the cache, as far as it tells."]:
-        print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
+        told.append("one slot for all")
+    if isinstance(context, int) and context < 32768:
+        told.append("short context")
+    for name in told or ["no fault"]:
+        text = ADVICE[name].format(context=context)
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -6222,15 +6212,13 @@ LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
-    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
-    " the slot's old content that stayed."
+INSPECT_END = (
+    "prompt, read: tokens (~: estimated from the text); sim: share of the prompt that an earlier"
+    " one began with; keep: share of the slot's old content that stayed."
 )
 STRAIGHT = (
     "If these requests did not come through kvproxy, put it in front of the server first: it cures"
-    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
-    " reads best."
+    " most of this, and says of the rest what it is."
 )
 # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
 INSPECT_ROW: Json = {
@@ -6248,42 +6236,42 @@ def command_inspect(args: Words, config: Config) -> int:
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
-    findings: dict[str, Json] = {}
-    number, reader = 0, LogReader(config)  # number: of the last row
+    number, reader, findings = 0, LogReader(config), dict[str, Json]()
+    begin, line = INSPECT_HEAD + "\n", inspect_line
     if args.json:
+        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
         for number, row in enumerate(inspect_rows(file, reader), 1):
-            if args.json:
-                print("," * (number > 1) + visible(json.dumps(row)))
-            else:
-                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
-            if cause := row["cause"]:
-                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+            print(begin * (number == 1) + line(number, row))
+            if row["cause"]:
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
                 new |= {"example": row["what"], "cure": row["cure"]}
-                found = findings.setdefault(cause, new)
+                found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found, config)
+        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
+        text = found.pop("cure") or advice(cause, config)
+        cured = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+        found["advice"] = f"{cured}{text[0].upper()}{text[1:]}."
+        if found["cured"] == found["requests"]:
+            found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
-    if not told:
-        lines[-1] = "Nothing was wasted."
-    elif not reader.ledger.count:
-        lines.append(STRAIGHT)
+    lines = ["Findings, most tokens wasted first:"] if told else ["Nothing was wasted."]
+    lines += [STRAIGHT] * (bool(told) and not reader.ledger.count)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
-    for line in lines:
-        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
+    for text in ("", INSPECT_END, "", *lines):
+        print(textwrap.fill(text, 110, subsequent_indent="  " * text.startswith("- ")))
     return 0
 
 
@@ -6302,16 +6290,6 @@ def inspect_line(number: int, row: Json) -> str:
     shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
     told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
     return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
-
-
-def inspect_advice(found: Json, config: Config) -> str:
-    """What to do about a finding."""
-    if found["cured"] == found["requests"]:
-        return "kvproxy cures this: nothing to do but to send the requests through it."
-    cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-    told = found.pop("cure") or advice(cause, config)
-    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-    return f"{some}{told[0].upper()}{told[1:]}."
 
 
 class LogReader:
