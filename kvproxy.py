@@ -69,7 +69,6 @@ import signal
 import socket
 import socketserver
 import stat
-import statistics
 import struct
 import textwrap
 import threading
@@ -2611,32 +2610,35 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
+USAGE_NAMES = ("usage", "timings", "tokens_evaluated")
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
-USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
 
 
-def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
-    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
+    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
-    if not streamed:
-        return [[window] for window in windows]
-    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
+    windows = []
+    for window in filter(None, (first, last)):
+        text, events = window.decode("utf-8", "replace"), list[Json]()
+        for one in text.split("\n") if streamed else [text]:
+            tails = list(USAGE_MEMBER.finditer(one))[-2:] if window is (last or first) else []
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    events.append(members(json.loads(one.removeprefix("data:"))))
+                except ValueError:
+                    decode = json.JSONDecoder().raw_decode
+                    events.append({tail[1]: decode(one, tail.end())[0] for tail in tails})
+        windows.append(events)
+    return windows
 
 
 def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
     found: Json = {}
-    windows = answer_texts(first, last)
-    for window in windows:
-        texts = [text for text in window if USAGE_MEMBER.search(text)]
-        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
-            with contextlib.suppress(ValueError, RecursionError):
-                event = usage_members(text, window is windows[-1])
-                for part in map(members, (event, event.get("response"), event.get("message"))):
-                    wanted = ("usage", "timings", "tokens_evaluated")
-                    read_numbers(found, {key: part.get(key) for key in wanted})
+    for event in itertools.chain(*answer_events(first, last)):
+        for part in map(members, (event, event.get("response"), event.get("message"))):
+            read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2649,16 +2651,6 @@ def usage_of(first: bytes, last: bytes = b"") -> Usage:
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
-
-
-def usage_members(text: str, at_end: bool) -> Json:
-    """An event or a whole answer; of one whose beginning was cut off, the last members that hold
-    numbers."""
-    try:
-        return members(json.loads(text))
-    except ValueError:
-        found = list(USAGE_MEMBER.finditer(text))[-2:] if at_end else []
-        return {one[1]: json.JSONDecoder().raw_decode(text, one.end())[0] for one in found}
 
 
 def read_numbers(found: Json, numbers: Json) -> None:
@@ -2682,15 +2674,9 @@ ANSWER_KEYS = {
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    windows: list[str] = []
-    calls: set[str] = set()
-    for window in answer_texts(first, last):
-        said: list[tuple[str, str]] = []
-        for text in window:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
-                said += answer_parts(json.loads(text))
-        windows.append(letters("".join(text for text, _ in said)))
-        calls |= {plain(call) for _, call in said} - {""}
+    said = [list(answer_parts(events)) for events in answer_events(first, last)]
+    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+    calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(windows):
         return UNREAD
     return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
@@ -2787,7 +2773,8 @@ class Prompt:
         for tool in listed(view.body.get("tools")):
             text = json.dumps(bare(tool) if members(tool) else tool)
             self.segments.append((f"tool {tool_name(tool)}", text))
-        self.first, self.reasoning, number = len(self.segments), set[int](), 1
+        self.first, number = min(len(self.segments), self.SEGMENTS), 1
+        self.reasoning = set[int]()
         turns = view.turns[view.leading() :]
         for turn in turns[: self.SEGMENTS]:
             item = turn.item or {}
@@ -2897,12 +2884,9 @@ def kind_of(before: str, after: str, at: int) -> str:
         return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
-        words = []
-        for text in (before, after):
-            hits = re.finditer(pattern, text[start : at + 80])
-            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
-            words.append(next(there, ""))
-        if all(words) and not (name == "hash" and "".join(words).isdigit()):
+        hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
+        there = [[hit[0] for hit in one if hit.start() <= at - start <= hit.end()] for one in hits]
+        if all(there) and not (name == "hash" and "".join(one[0] for one in there).isdigit()):
             return name
     return "text"
 
@@ -3283,6 +3267,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
+_KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
@@ -3296,32 +3281,32 @@ ADVICE = {
     "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
-    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
-    " --swa-full)",
-    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
-    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
+    "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
+    " without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints), or"
+    " the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": "have the client keep it as it was, where it can; hybrid, recurrent and"
-    " sliding-window models may read all again",
-    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
-    " in front of the change: --ctx-checkpoints, --swa-full",
+    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
+    " again",
+    # of server logs
+    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
+    " --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
     " took the slot",
-    "no slots": "the server does not tell whether its prompt cache is on (with a key, API_KEY):"
+    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
+    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    # of `check`
+    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
     " a run of `python kvproxy.py bench` shows it",
     "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
-    "one slot for all": "one slot: a title or sub-agent request takes it, and the conversation must"
-    " come back from the host cache (leave --cache-ram on); -np 2 gives such requests a slot, and"
-    " takes memory for its context",
+    "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
+    " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
     "short context": "{context:,} tokens of context a slot is less than agents send"
     " (16,000-60,000): raise -c or lower -np",
     "no fault": "nothing in its settings hurts the cache, as far as it tells",
-    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
-    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
 }  # fmt: skip
 
 
@@ -5696,22 +5681,20 @@ class Warmup:
 
 # The page is complete without its script, which only renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
-:root { color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #7d5200; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
-  max-width: 60rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }
-h2, summary { font-size: 1.05rem; font-weight: 650; margin: 2rem 0 .6rem } summary { cursor: pointer }
-p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em } b { font-weight: 600 }
-.state { font-size: 1.6rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }
-.good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
-dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
-dt, .key { font-size: .85rem; color: var(--soft) } pre { white-space: pre-wrap }
-li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
+:root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
+  color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
+  overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
+h1 { font-size: 1rem; color: var(--soft) } p, dd, ol { margin: 0; padding: 0 } a { color: inherit }
+.state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 } .soft { color: var(--soft) }
+.good { color: light-dark(#1a7f4b, #4cc38a) } .bad { color: light-dark(#b3261e, #ff8f85) }
+.fair { color: light-dark(#7d5200, #e5b567) } dt, code, .key { font-size: .85rem }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
+dt, .key { color: var(--soft) } pre { white-space: pre-wrap }
+li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 </style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
 <p id="state" role="status" class="state %(tone)s">%(state)s</p>
@@ -5915,15 +5898,10 @@ class Pages:
             words = "is not ready" if last.status == 503 else "does not answer"
             hint = last.fault or "It may be loading its model."
             return f"The model server {words} ({last.status})", "bad", hint
-        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        if (
-            metrics.judged
-            and not metrics.counts["state", "reused"] + metrics.counts["state", "read"]
-        ):
-            share = statistics.mean([verdict.share for verdict in verdicts] or [0])
-            hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
-            return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
+            reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
+            if metrics.judged and not reported:
+                return "The server does not report what it reused", "fair", ""
             hint = "Set your agent's base URL to this address and send something."
             return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
@@ -5932,11 +5910,12 @@ class Pages:
             hint = "Nothing can be reused until a conversation goes on."
             return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
-        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
+        hint = f"Share of prompt tokens in the last {counted(len(window), 'request')}"
+        hint += f"; {firsts} not counted."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
         hint += f" {metrics.cause('cold').capitalize()}."
+        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         lines = [verdict.line() for verdict in verdicts if verdict.line()]
         hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
@@ -5952,9 +5931,8 @@ class Pages:
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
+            "warm-up": proxy.warmup.state,
         }
-        if proxy.warmup.enabled:
-            facts["warm-up"] = proxy.warmup.state
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
@@ -6022,8 +6000,7 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
-         "its")  # fmt: skip
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line")
 
 
 def filler(count: int, seed: int) -> str:
@@ -6076,7 +6053,7 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should: {2:,} tokens. That takes {3} on a server that reads 400 a second.
+first should{2}.
 """
 
 
@@ -6085,7 +6062,8 @@ def compare(args: Words, config: Config, name: str) -> None:
     tell of both runs. Raises what play() raises."""
     if not args.json:
         total = args.tokens * (args.turns + 1)
-        print(BENCH.format(args, name, total, duration(total / 400)))
+        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
+        print(BENCH.format(args, name, long if args.command == "bench" else ""))
         print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
@@ -6179,7 +6157,7 @@ def command_check(args: Words, config: Config) -> int:
     elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
         told.append("no cache")
     if found.get("slots") == 1:
-        told.append("one slot for all")
+        told.append("one for all")
     if isinstance(context, int) and context < 32768:
         told.append("short context")
     for name in told or ["no fault"]:
@@ -6346,11 +6324,11 @@ class LogReader:
         cured = self.cure(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
-        found.update(sim=round(verdict.share, 3), estimated=estimated)
-        found.update(tokens=usage.prompt, read=usage.read())
+        found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
+        found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
+        found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found.update(cause=cause_of(verdict), cured=cured)
+            found |= {"cause": cause_of(verdict), "cured": cured}
             found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
@@ -6468,8 +6446,8 @@ def command_serve(args: Words, config: Config) -> int:
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
-            advice = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} It is looked for again when requests come."
-            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), advice)
+            told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
+            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
         while True:
             time.sleep(0.5)  # Windows runs the SIGBREAK handler between sleeps only
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
