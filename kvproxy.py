@@ -2585,7 +2585,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
+    """What the server reported of an answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -2683,8 +2683,7 @@ def heard_answer(first: bytes, last: bytes) -> Heard:
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
-    leads to `value`."""
+    """(text, tool call id) pieces in an answer of any dialect; `key` is what leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -2802,7 +2801,7 @@ class Prompt:
         self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = later if self.answered(0) else "first prompt"
+            self.step = self.side or (later if self.answered(0) else "first prompt")
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
@@ -2901,7 +2900,7 @@ def around(text: str, at: int) -> str:
 # --- verdicts -------------------------------------------------------------------------------------
 
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
-COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
+COMPARED = 32  # the newest of a conversation, or of all
 LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
@@ -2937,8 +2936,7 @@ class Verdict:
 
     def title(self) -> str:
         """The name, and what kind of request it is about."""
-        note = self.side or self.step
-        return self.name + (f" ({note})" if note else "")
+        return self.name + (f" ({self.step})" if self.step else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
@@ -2986,7 +2984,12 @@ class Ledger:
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, and remember it. What the server says comes later,
         in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
-        stored = self.remember(prompt)
+        with self.lock:
+            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
+            self.entries.append(prompt)
+            self.count, self.size = self.count + 1, self.size + prompt.memory
+            while self.size > self.limit and len(self.entries) > 1:
+                self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
         if not stored or not prompt.chain:
@@ -2994,16 +2997,16 @@ class Ledger:
         case.base = base = previous(prompt, stored)
         if base is None:  # of other conversations the closest one, rather one with the same tools
             like = [one for one in stored if one.head == prompt.head] or stored
-            like = like[:COMPARED_PROMPTS]
-            base = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
+            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
+            base = max(rank, key=rank.__getitem__)
         case.whole = case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
         case.moved = case.base is not None and sent.goes_on(base.sent or base)
-        newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
         if case.whole:
             verdict.name, talk = "extended", (base.conversation, base.head)
             again = any((one.conversation, one.head) == talk and not one.side for one in newer)
@@ -3022,31 +3025,17 @@ class Ledger:
             verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return case
 
-    def remember(self, prompt: Prompt) -> list[Prompt]:
-        """Store a prompt; returns those before it, the newest first."""
-        with self.lock:
-            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
-            self.entries.append(prompt)
-            self.count, self.size = self.count + 1, self.size + prompt.memory
-            while self.size > self.limit and len(self.entries) > 1:
-                self.size -= self.entries.popleft().memory
-        return stored
-
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
-    of its history.
-
-    `stored`: the newest first. What stands before the turns does not count here. One whose last
-    message alone was put in another way (a branch, a question beside the conversation) is passed
-    over."""
+    of its history; what stands before the turns does not count. One whose last message alone was
+    put in another way (a branch, a question beside the conversation) is passed over."""
     talk, side = prompt.conversation, prompt.side
     named = (one for one in stored if one.conversation == talk and (side or not one.side))
-    own = list(itertools.islice(named, COMPARED_PROMPTS))
+    own = list(itertools.islice(named, COMPARED))
     whole = next((one for one in own if prompt.has_turns_of(one)), None)
     newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
-    # A name may change with the system text or the first words.
-    own += [one for one in newer if one.conversation != talk]
+    own += [one for one in newer if one.conversation != talk]  # its name may have changed
     whole = changed = None
     deepest = reached = -1
     for entry in own:
@@ -3191,8 +3180,8 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
-    told. What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
+    What a prompt that goes on from another begins with is known to six tokens."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
@@ -3207,22 +3196,18 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the
     verdict."""
-    verdict, prompt = case.verdict, case.prompt
-    prompt.tokens = usage.prompt
+    verdict = case.verdict
+    case.prompt.tokens = usage.prompt
     verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        # The change did not reach the prompt, or the server had read this one before.
-        verdict.name = "extended"
-    if verdict.name != "rewritten" or verdict.kind == "reasoning":
-        return
-    if case.moved:
-        verdict.advice = "by kvproxy itself; the client only went on"
-    else:
-        verdict.cure = cure_of(case, config)
+        verdict.name = "extended"  # the change did not reach the prompt, or it was read before
+    if verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
+        verdict.cure = "" if case.moved else cure_of(case, config)
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -5840,7 +5825,10 @@ class Pages:
             row["diff"] = difference(*prompts)
         body = json.dumps(row)[:-1].encode()
         for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
-            body += name + (b"null" if raw is None else as_json(raw))
+            body += name
+            body += json.dumps(
+                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
+            ).encode()
         return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
@@ -5956,11 +5944,6 @@ class Pages:
         return ITEM.format(
             exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
         )
-
-
-def as_json(raw: bytes | bytearray) -> bytes:
-    """A body as a JSON string."""
-    return json.dumps(raw.decode("utf-8", "replace"), ensure_ascii=False).encode()
 
 
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
@@ -6190,8 +6173,9 @@ LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
+INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
-    "prompt, read: tokens (~: estimated from the text); sim: share of the prompt that an earlier"
+    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an earlier"
     " one began with; keep: share of the slot's old content that stayed."
 )
 STRAIGHT = (
@@ -6215,12 +6199,12 @@ def command_inspect(args: Words, config: Config) -> int:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    begin, line = INSPECT_HEAD + "\n", inspect_line
+    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
         begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, reader), 1):
+        for number, row in enumerate(reader.rows(file), 1):
             print(begin * (number == 1) + line(number, row))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
@@ -6253,21 +6237,11 @@ def command_inspect(args: Words, config: Config) -> int:
     return 0
 
 
-def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one."""
-    lines = file
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
-        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
-    while line := lines.readline(PARSE_LIMIT):
-        yield from reader.line(line)
-    yield from reader.end()
-
-
-def inspect_line(number: int, row: Json) -> str:
-    mark = "~" if row["estimated"] else ""
-    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
-    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
-    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
+def in_columns(number: int, row: Json) -> str:
+    cells = (shape.format(row[key]) if row[key] is not None else "-"
+             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    name = row["name"][:27] + "~" * row["estimated"]
+    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
 
 
 class LogReader:
@@ -6283,6 +6257,15 @@ class LogReader:
         self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
         self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+
+    def rows(self, file: Any) -> Iterator[Json]:
+        """The rows of a file, one by one."""
+        lines = file
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's >
+            lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+        while line := lines.readline(PARSE_LIMIT):
+            yield from self.line(line)
+        yield from self.end()
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for a line of anything else."""
@@ -6321,7 +6304,7 @@ class LogReader:
         else:
             settle(case, usage, self.config)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.cure(view, headers).name == "extended" and changed
+        cured = self.as_sent(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
@@ -6332,7 +6315,7 @@ class LogReader:
             found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
+    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
@@ -6385,11 +6368,11 @@ class LogReader:
         elif mostly and low and size > 2 * longest:
             what = "first prompt of its length"
         elif mostly:
-            what = cause = (
-                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
-            )
+            cause = "low similarity" if low else "not all kept"
+            cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            what = cause = "slot cut"
+            cause = "slot cut"
+        what = cause if cause and cause != "full re-processing" else what
         row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
         row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
         return row | {"cause": cause, "what": what}
@@ -6430,9 +6413,8 @@ def command_serve(args: Words, config: Config) -> int:
     try:
         proxy.start()
     except OSError as error:
-        where = f"Port {config.listen_port} on {config.listen_host}"
-        why = error.strerror or error
-        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
+        why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
+        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
         return 1
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
@@ -6509,7 +6491,7 @@ def read_words(words: Iterable[str]) -> Words:
             raise ConfigError(f"{name} is no setting{nearest(name)}")
         elif name in ("--tokens", "--turns"):
             value = value if equals else next(left, "")
-            if not re.fullmatch("0*[1-9][0-9]{,8}", value):
+            if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
         elif word == "--json":

@@ -9899,7 +9899,7 @@ def test_explain_inspect_table() -> None:
     )
     assert max(len(line) for line in lines if line[:1] in "- ") < 130
     code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
-    assert code == 0 and "Nothing was wasted." in out and " ~" in out and "estimated" in out
+    assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
 
 
 # --- check ----------------------------------------------------------------------------------------
