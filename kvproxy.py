@@ -2877,10 +2877,8 @@ VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: one of KINDS, removed, added or text."""
-    if at >= len(after.rstrip()):
-        return "removed"
-    if at >= len(before.rstrip()):
-        return "added"
+    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
+        return "removed" if at >= len(after.rstrip()) else "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
         hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
@@ -3115,7 +3113,7 @@ CURE_LINES = 4  # of a system prompt that one cure covers
 def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
-    where, (old, new) = case.verdict.where, case.texts
+    where, texts = case.verdict.where, case.texts
     system, order = where == "system", case.verdict.kind == "tool order"
     if not system and "(user)" not in where and not order:
         return ""
@@ -3123,10 +3121,10 @@ def cure_of(case: Case, config: Config) -> str:
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
     name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    pattern = "" if order else lines_pattern(old, new) if system else block_pattern(old, new)
-    if not pattern or pattern in getattr(config, name.lower()):
-        return ""
-    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
+    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
+    quote = '"' if "'" in pattern else "'"
+    known = getattr(config, name.lower())
+    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
 
 
 def shape(text: str) -> str:
@@ -3212,41 +3210,38 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, prompt, base = case.verdict, case.prompt, case.base or case.prompt
+    verdict, base = case.verdict, case.base or case.prompt
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
     had = base.reasoning if case.whole else set()
-    if dropped := [str(number) for number in sorted(had - prompt.reasoning)]:
+    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
-    causes = {
-        "away": case.away,
-        "taken": bool(case.between),
-        "idle": case.idle > 300,
-        "checkpoint": cached < 0.05 * total,
-        "not all kept": True,
-    }
-    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-    why, numbers = advice(verdict.kind, config), dict[str, Any](minutes=round(case.idle / 60))
-    if verdict.kind == "taken":
+    numbers: Json = {"minutes": round(case.idle / 60)}
+    if case.away:
+        cause = "away"
+    elif case.between:
         # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
         # unless set) of its prompt; what the slot held goes to the host cache only if less than
         # half of it stays (server-context.cpp, get_available_slot).
-        share, _, other = max(
-            (one.common(base) / (one.size or 1), -place, one)
-            for place, one in enumerate(case.between)
-        )
-        numbers = {"share": share, "size": other.tokens or other.size // 4}
+        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+        other = max(shares, key=shares.__getitem__)
+        share, size = shares[other], other.tokens or other.size // 4
         wanted = math.ceil(100 * share + 1) / 100
-        numbers |= {"shared": round(share * numbers["size"]), "wanted": wanted}
         same = other.conversation == base.conversation
         who = "a request of the same chat in another form" if same else "another conversation"
-        numbers["who"] = f"a {other.side} request" if other.side else who
-        if share > 0.1:
-            several = "several slots" if wanted < expected / total else "no -sps"
-            helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-            told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-            why = ADVICE["slot taken"] + told
+        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
+        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
+        cause = "taken"
+    else:
+        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
+        cause = "idle" if case.idle > 300 else some
+    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
+    if numbers.get("share", 0) > 0.1:
+        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
+        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
+        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
+        why = ADVICE["slot taken"] + told
     still = f"{cached:,} of {expected:,} tokens were still there"
     verdict.advice = f"{still}: {why.format(**numbers)}"
 
@@ -5791,21 +5786,17 @@ class Pages:
 
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
-        verdict, usage = exchange.verdict, exchange.usage
-        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
-        return {
-            "number": exchange.number,
-            "time": exchange.time,
-            "method": exchange.request.method,
-            "path": printable(exchange.request.path),
-            "status": exchange.status,
-            "fault": exchange.fault or None,
-            "conversation": exchange.trace.conversation or None,
-            "report": dataclasses.asdict(exchange.report),
-            "usage": {**dataclasses.asdict(usage), "read": usage.read()},
-            "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": first_byte if exchange.begun else None,
-            "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
+        request, verdict = exchange.request, exchange.verdict
+        usage, start = exchange.usage, exchange.started
+        row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+        row |= {"path": printable(request.path), "status": exchange.status}
+        row |= {"fault": exchange.fault or None, "report": dataclasses.asdict(exchange.report)}
+        row["conversation"] = exchange.trace.conversation or None
+        row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
+        row["verdict"] = dataclasses.asdict(verdict) if verdict else None
+        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
+        return row | {
+            key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
         }
 
     def detail(self, exchange: Exchange) -> Answer:
@@ -5860,16 +5851,9 @@ class Pages:
         none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
         settings = dataclasses.asdict(config).items()
         told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
-        parts = {
-            "state": state,
-            "tone": tone,
-            "hint": hint,
-            "facts": facts,
-            "rows": rows or f"<li>{none}.</li>",
-            "settings": html.escape(told),
-            "nonce": nonce,
-            "version": __version__,
-        }
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "nonce": nonce}
+        parts |= {"rows": rows or f"<li>{none}.</li>", "settings": html.escape(told)}
+        parts["version"] = __version__
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -5927,19 +5911,18 @@ class Pages:
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
         usage, verdict, words = exchange.usage, exchange.verdict, ""
+        told = "reuse not reported"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
             told = "counts tokens"
-        elif usage.cached is None or not usage.prompt:
-            told = "reuse not reported"
-        else:
+        elif usage.cached is not None and usage.prompt:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
-            tone = TONES.get(verdict.name, "")
+            tone, line = TONES.get(verdict.name, ""), html.escape(verdict.line())
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
+            words += f'<p class="soft">{line}</p>' if line else ""
         path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
         return ITEM.format(
             exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
@@ -6154,7 +6137,7 @@ def command_check(args: Words, config: Config) -> int:
 LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (row.split(None, 1) for row in r"""
-slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.*f_keep = (?P<keep>[\d.]+))?
 slot    selected slot by (?P<lru>LRU)
 slot    slot is processing (?P<begins>task)
 prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
@@ -6166,10 +6149,9 @@ full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
-LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
+LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -6183,12 +6165,8 @@ STRAIGHT = (
     " most of this, and says of the rest what it is."
 )
 # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
-INSPECT_ROW: Json = {
-    **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
-}
+INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
+INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 
 
 def command_inspect(args: Words, config: Config) -> int:
@@ -6346,8 +6324,6 @@ class LogReader:
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "slot" and (keep := LOG_KEEP.search(text)):
-            task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
         return [*done, self.close(slot)] if name == "eval" else done
@@ -6470,7 +6446,7 @@ OPTIONS = {
 
 @dataclasses.dataclass
 class Words:
-    """A command line: a command, what belongs to it, and settings."""
+    """A command line."""
 
     command: str = ""
     file: str = ""
@@ -6487,8 +6463,6 @@ def read_words(words: Iterable[str]) -> Words:
         name, equals, value = word.partition("=")
         if equals and is_setting(name.upper()):
             args.settings[name.upper()] = value
-        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
-            raise ConfigError(f"{name} is no setting{nearest(name)}")
         elif name in ("--tokens", "--turns"):
             value = value if equals else next(left, "")
             if not re.fullmatch("[1-9][0-9]{,8}", value):
@@ -6496,18 +6470,12 @@ def read_words(words: Iterable[str]) -> Words:
             setattr(args, name[2:], int(value))
         elif word == "--json":
             args.json = True
-        elif word in ("--help", "--version", "-h"):
+        elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
-        elif word.startswith("--"):
-            raise ConfigError(f"{name} is no option{nearest(name)}")
-        elif not args.command and word not in COMMANDS:
-            raise ConfigError(f"{word!r} is no command and no setting{nearest(word)}")
-        elif not args.command:
-            args.command = word
-        elif args.command != "inspect" or args.file:
-            raise ConfigError(f"{word!r} is one word too many; --help lists all")
-        else:
+        elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
+        else:
+            raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
     args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
