@@ -7621,6 +7621,25 @@ def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> Non
     assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
 
 
+def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
+    """The rest of the prompt goes on, and kvproxy took nothing out."""
+    line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
+    assert line == "the client no longer sends the reasoning of turn 2, which it had sent"
+
+
+def test_explain_a_front_that_changed_back() -> None:
+    """Compared with the newest prompt, under whatever name, and not with the older one that this
+    one goes on from."""
+    plan, act = "Mode: plan\n" + EX_LONG, "Mode: act\n" + EX_LONG
+    steps = [
+        ex_chat(EX_ASK, system=plan),
+        ex_chat(EX_ASK, EX_SAID, EX_THEN, system=act),
+        ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system=plan),
+    ]
+    verdict = ex_play(steps)[-1]
+    assert (verdict.name, verdict.where, verdict.base) == ("rewritten", "system", 2)
+
+
 def test_explain_one_conversation_is_not_taken_for_another() -> None:
     """Two chats that open with the same words go on by turns; nobody rewrote anything."""
     a, b = ([ex_chat("hi", f"{name} hello", f"{name} more")] for name in "AB")
