@@ -109,10 +109,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case.
-
-    Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
-    not compile."""
+    """Every setting; the environment variable of the same name is in upper case. Raises
+    ConfigError."""
 
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
@@ -274,9 +272,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type m
 UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
                 "reasoning", "reasoning_text", "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
-ROLES |= {"developer": "system", "function": "tool"}
-ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
-ROLES |= {"function_call_output": "tool", "custom_tool_call_output": "tool"}
+ROLES |= {"developer": "system", "function": "tool", "function_call": "assistant"}
+ROLES |= {"function_call_output": "tool", "custom_tool_call": "assistant"}  # Responses items
+ROLES |= {"custom_tool_call_output": "tool"}
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
@@ -303,9 +301,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
-    for text beside it. Requests share turns, with what was found out about them, so only an own()
-    copy may be edited."""
+    """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, None for
+    text beside it. Requests share turns, with what was found out, so edit own() copies only."""
 
     role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
@@ -498,30 +495,23 @@ class Reader:
         self.known: dict[bytes, Turn] = {}
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """Raises Unreadable."""
-        if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, RecursionError):
-                return self.split(raw.decode(), dialect)
-        return view_of(parse(raw), dialect)
-
-    def split(self, text: str, dialect: Dialect) -> View:
-        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
-        does not work out."""
+        """The view of a body. Raises Unreadable."""
         key = dialect.turns
-        found = re.search(LIST_START % key, text)
-        if found is None:
-            raise Unreadable("not the usual spelling")
-        turns, end = self.read(text, found.end(), found[1])
-        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
-        if body.get(key) != HOLE:
-            raise Unreadable("the list is another's")
-        view = view_of({**body, key: []}, dialect)
-        view.turns = turns
-        return view
+        with contextlib.suppress(ValueError, RecursionError):  # then it is parsed as a whole
+            text = raw.decode() if dialect.edited and len(raw) <= PARSE_LIMIT else ""
+            if found := re.search(LIST_START % key, text):
+                turns, end = self.read(text, found.end(), found[1])
+                body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+                if body.get(key) == HOLE:  # else the list is another's
+                    view = view_of({**body, key: []}, dialect)
+                    view.turns = turns
+                    return view
+        return view_of(parse(raw), dialect)
 
     def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
         """The turns of the list whose first one is at `at`, and where the list ends. Each begins
-        with `opening`, as a rule, so that known ones are found without parsing."""
+        with `opening`, as a rule, so that known ones are found without parsing. Raises ValueError
+        or RecursionError where that does not work out."""
         comma = ", " if opening.endswith(" ") else ","
         turns: list[Turn] = []
         end = 0
@@ -583,12 +573,8 @@ class Report:
 # Scrub: rules that take out what never helps the model. The same text in, the same text out
 # ==================================================================================================
 
-LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
-    "turns": 8000,
-    "parts of a turn": 500,
-    "tools": 2000,
-    "decorations of a text": 256,
-}
+# More of it than any agent sends: such a body is forwarded as it came.
+LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
 
 
 def check_limit(what: str, count: int) -> None:
