@@ -6711,7 +6711,9 @@ EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
 
 
 @pytest.mark.parametrize("name", EX_HEAVY)
-def test_explain_heavy_prompts(name: str) -> None:
+def test_explain_heavy_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+
     def work(bodies: list[ExJson]) -> None:
         ex_play(bodies)
 
