@@ -5697,8 +5697,9 @@ class Pages:
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
-            "warm-up": proxy.warmup.state,
         }
+        if proxy.warmup.enabled:
+            facts["warm-up"] = proxy.warmup.state
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 

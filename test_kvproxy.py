@@ -4984,7 +4984,7 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
 
     def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
         view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
-        return turn.json(), replay.said(turn), kvproxy.segments_of(view)[0][1], turn.text()
+        return turn.json(), replay.said(turn), kvproxy.Prompt(view).segments[0][1], turn.text()
 
     for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
         turn = kvproxy.turn_of({"role": "user", "content": content})
