@@ -38,8 +38,6 @@ import sys
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
     sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
 
-import argparse
-import array
 import bisect
 import codecs
 import collections
@@ -69,7 +67,6 @@ import signal
 import socket
 import socketserver
 import stat
-import statistics
 import struct
 import textwrap
 import threading
@@ -77,8 +74,9 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 try:
     import ssl
@@ -122,6 +120,7 @@ class Config:
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
+    learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
     lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
     replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns")
@@ -482,8 +481,14 @@ def bare(part: Json) -> Json:
 
 
 HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
-LIST_START = r'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))'
-ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+LIST_START = {
+    key: re.compile(rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))' % key.encode())
+    for key in ("messages", "input")
+}
+ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
 class Reader:
@@ -491,48 +496,91 @@ class Reader:
     conversation's history again, which need be parsed only once. Safe to use from many threads."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0  # bytes that the turns may take, and take, roughly
-        self.known: dict[bytes, Turn] = {}
+        self.limit = limit  # bytes that the turns may take
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, which costs one slow request."""
+        self.known: dict[bytes, Known] = {}  # by the bytes they were read from
+        self.followers: dict[int, tuple[Known, bytes]] = {}  # by the id() of the turn in front
+        self.bodies: dict[bytes, Json] = {}  # what stands beside the turns, by its bytes
+        self.size = 0  # bytes that the turns take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body. Raises Unreadable."""
-        key = dialect.turns
-        with contextlib.suppress(ValueError, RecursionError):  # then it is parsed as a whole
-            text = raw.decode() if dialect.edited and len(raw) <= PARSE_LIMIT else ""
-            if found := re.search(LIST_START % key, text):
-                turns, end = self.read(text, found.end(), found[1])
-                body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
-                if body.get(key) == HOLE:  # else the list is another's
-                    view = view_of({**body, key: []}, dialect)
-                    view.turns = turns
-                    return view
+        """Raises Unreadable."""
+        if dialect.edited and len(raw) <= PARSE_LIMIT:
+            with contextlib.suppress(ValueError, RecursionError):
+                return self.split(raw, dialect)
         return view_of(parse(raw), dialect)
 
-    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
-        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
-        with `opening`, as a rule, so that known ones are found without parsing. Raises ValueError
-        or RecursionError where that does not work out."""
-        comma = ", " if opening.endswith(" ") else ","
-        turns: list[Turn] = []
-        end = 0
-        while True:
-            if end <= at:  # each end is tried once, so that all tries together cost little
-                end = text.find("}" + comma + opening, at) + 1 or len(text)
-                if known := self.known.get(text[at:end].encode()):
-                    turns.append(known)
-                    at = end + len(comma)
-                    continue
-            item, stop = _parse_at(text, at)
-            turns.append(self.turn(item, text[at:stop].encode()))
-            behind = ITEM_END.match(text, stop)
-            if behind is None:
-                raise Unreadable("not the usual spelling")
-            at = behind.end()
-            if behind[1] == "]":
-                return turns, at
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
+        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
+        does not work out."""
+        key = dialect.turns
+        found = LIST_START[key].search(raw)
+        if found is None:
+            raise Unreadable("not the usual spelling")
+        turns, end = self.read(raw, found.end(), found[1])
+        rest = b'%s"%s":"%s"%s' % (raw[: found.start()], key.encode(), HOLE.encode(), raw[end:])
+        body = self.bodies.get(rest)
+        if body is None:
+            body = parse(rest)
+            if len(rest) <= 1 << 18:
+                remember(self.bodies, rest, body, 16)
+        if body.get(key) != HOLE:
+            raise Unreadable("the list is another's")
+        body = {**body, key: []}
+        if isinstance(body.get(dialect.system), list):  # its texts may be edited
+            body[dialect.system] = copy.deepcopy(body[dialect.system])
+        view = view_of(body, dialect)
+        view.turns = turns
+        return view
 
-    def turn(self, item: Any, raw: bytes) -> Turn:
-        """The turn with these bytes."""
+    def read(self, raw: bytes | bytearray, at: int, opening: bytes) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. What came
+        behind a turn before is tried first. Else a turn is looked for up to the next `opening`,
+        with which each begins, as a rule; only what is new is decoded and parsed."""
+        border = (b"}, " if opening.endswith(b" ") else b"},") + opening
+        turns: list[Turn] = []
+        before = 0
+        text, place, text_end = "", 0, at  # what was decoded, up to where in `raw`
+        while True:
+            while at >= text_end and (follower := self.followers.get(before)):
+                (item, turn), comma = follower
+                end = at + len(item)
+                if not (raw.startswith(item, at) and raw.startswith(comma, end)):
+                    break
+                turns.append(turn)
+                before = id(turn)
+                at = end + len(comma)
+            check_limit("turns", len(turns))
+            if at >= text_end:
+                text, place, text_end = "", 0, raw.find(border, at) + 1 or len(raw)
+            found = None if text else self.known.get(bytes(raw[at:text_end]))
+            if found is None:
+                text = text or raw[at:text_end].decode()
+                try:
+                    parsed, stop = _parse_at(text, place)
+                except ValueError:  # it holds a list of its own with this opening
+                    text, place, text_end = raw[at:].decode(), 0, len(raw)
+                    parsed, stop = _parse_at(text, 0)
+                found = self.turn(parsed, text[place:stop].encode())
+                place = stop
+            turns.append(found[1])
+            end = at + len(found[0])
+            comma_or_end = ITEM_END.match(raw, end)
+            if comma_or_end is None:
+                raise Unreadable("not the usual spelling")
+            at = comma_or_end.end()
+            if comma_or_end[1] == b"]":
+                return turns, at
+            if found[0] in self.known:
+                self.followers[before] = found, bytes(raw[end:at])
+            before = id(found[1])
+            place += at - end
+
+    def turn(self, item: Any, raw: bytes) -> Known:
+        """The turn with these bytes, and they."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         if known := self.known.get(raw):
@@ -540,11 +588,11 @@ class Reader:
         turn, size = turn_of(item), 1500 + 3 * len(raw)
         turn.raw = raw
         if size <= self.limit:
-            if self.size + size > self.limit:  # start anew, which costs one slow request
-                self.known, self.size = {}, 0
-            self.known[raw] = turn
+            if self.size + size > self.limit:
+                self.forget()
+            self.known[raw] = raw, turn
             self.size += size
-        return turn
+        return raw, turn
 
 
 @dataclasses.dataclass
@@ -960,6 +1008,15 @@ _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_CLOCK = (
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+)
+
+
 def lines(label: str, marker: str, pattern: str) -> Lift:
     """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
     compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
@@ -1101,9 +1158,9 @@ def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         if inside is None:
             inside = fences(text)
-        start, end = piece[0][0]
+        start = piece[0][0][0]
         at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
-        if at == len(inside) or inside[at][0] >= end:
+        if at == len(inside) or inside[at][0] > start:
             yield piece
         elif at > tried:
             tried = at
@@ -1130,25 +1187,293 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     return text, found
 
 
-def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them.
+# --- what was seen to vary ------------------------------------------------------------------------
 
-    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
-    """
-    if not replay.rows or not pays(view):
-        return []
-    if not any(replay.said(turn).speaks for turn in view.turns):
-        return []
-    found: list[Lifted] = []
-    for turn in view.system():
-        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-        if any(pieces for _, pieces in cut):
-            turn = view.replace(turn, turn.own())
-            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                slot.set(text)
-                found += pieces
-            drop_empty(view, turn)
-    return found
+ATOM = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # a sentence of a line, or what is left of the line
+SURE = re.compile(  # values that vary by themselves
+    rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
+    r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
+)
+MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
+    r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
+)
+LEARNED = "learned: "  # begins the labels of what was seen to vary
+BLOCK = LEARNED + "block "
+LEARNED_SHAPES = 64
+LEARNED_BLOCK = 4096  # characters
+LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
+
+
+class Shape(NamedTuple):
+    """Something in system prompts that was seen to vary: a sentence or line of this form (values
+    are `#`), or else whatever stands between two texts that stay."""
+
+    form: str = ""
+    after: str = ""
+    before: str = ""
+
+    def name(self) -> str:
+        return (
+            f"{LEARNED}{self.form.strip()}"
+            if self.form
+            else f"{BLOCK}between {self.after!r} and {self.before!r}"
+        )
+
+    def pattern(self) -> str:
+        """A LIFT_REGEX for it."""
+        if self.form:
+            return ".+".join(map(re.escape, self.form.strip().split("#")))
+        return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
+
+    def row(self) -> Lift:
+        marker = max(self.form.split("#"), key=len) if self.form else self.after
+        return Lift(self.name(), marker, self.said if self.form else self.block)
+
+    def said(self, text: str) -> Iterator[Piece]:
+        """The lines of this form, or the sentences at the beginning or the end of a line."""
+        marker, at = max(self.form.split("#"), key=len), 0
+        for _ in range(8):
+            if (at := text.find(marker, at)) < 0:
+                return
+            start = text.rfind("\n", 0, at) + 1
+            end = text.find("\n", at) + 1 or len(text)
+            line = text[start:end].rstrip("\n")
+            first = ATOM.match(line)
+            last = line.rfind(". ") + 1
+            if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
+                yield [(start, end)], line.strip()
+            elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
+                yield [(start, start + first.end() + 1)], first[0]
+            elif form_of(line[last:][:LEARNED_BLOCK]) == self.form:
+                yield [(start + last, start + len(line))], line[last:].strip()
+            at = end
+
+    def block(self, text: str) -> Iterator[Piece]:
+        """The lines between the two, which have to stand there once; it is told behind the line in
+        front of it."""
+        start = line_end(text, self.after)
+        if start < 0 or line_end(text, self.after, start) >= 0:
+            return
+        end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
+        block = text[start:end].strip()
+        if end < start or not block or end - start > LEARNED_BLOCK:
+            return
+        start += text.startswith("\n", start)
+        heading = self.after.strip() if len(self.after) <= 120 else ""
+        yield [(start, end)], f"{heading}\n{block}".strip()
+
+
+def line_end(text: str, line: str, start: int = 0) -> int:
+    """Where a line of a text ends, without its newline; -1 if there is no such line."""
+    at = start
+    while (at := text.find(line, at)) >= 0:
+        end = at + len(line)
+        if text[max(0, at - 1) : at] in ("", "\n") and text[end : end + 1] in ("", "\n"):
+            return end
+        at = end
+    return -1
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines, without empty ones."""
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def sure_form(text: str) -> str:
+    """A text with # for each value that varies by itself: a clock, an id, a long number."""
+    return SURE.sub("#", text) if MAY_VARY.search(text) else text
+
+
+def form_of(text: str) -> str:
+    """A text with # for each number as well."""
+    return NUMBER.sub("#", sure_form(text))
+
+
+def changed_form(old: str, new: str) -> str:
+    """The form of the one sentence in which two lines of one form differ, if it is the first or the
+    last; else of the line."""
+    atoms = ATOM.findall(new)
+    others = ATOM.findall(old)
+    differ = [at for at, pair in enumerate(zip(others, atoms)) if pair[0] != pair[1]]  # noqa: B905
+    if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
+        return form_of(atoms[differ[0]])
+    return form_of(new)
+
+
+class Change(NamedTuple):
+    """Where two system texts differ between two lines that stand once in both."""
+
+    after: str
+    before: str
+    gone: list[str]
+    new: list[str]
+
+    def size(self) -> int:
+        return 100 + sum(map(len, self.gone)) + sum(map(len, self.new))
+
+
+def changes(old: list[str], new: list[str]) -> Iterator[Change]:
+    """What differs between two texts, given as lines. Linear in their number."""
+    counts = collections.Counter(old)
+    places = {line: at for at, line in enumerate(old) if counts[line] == 1}
+    counts = collections.Counter(new)
+    stays = [(line, at) for at, line in enumerate(new) if counts[line] == 1 and line in places]
+    after, left, right = "", -1, -1  # the last one that stays, and its places in both
+    for line, at in [*stays, ("", len(new))]:
+        place = places.get(line, len(old))
+        if place <= left:
+            continue  # moved
+        if old[left + 1 : place] != new[right + 1 : at]:
+            yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
+        after, left, right = line, place, at
+
+
+class Learner:
+    """Finds what varies in system prompts by comparing each new one with the closest before it.
+    Safe to use from many threads."""
+
+    def __init__(self, rows: tuple[Lift, ...]) -> None:
+        self.table = self.rows = rows
+        self.shapes: dict[Shape, None] = {}
+        self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
+        self.texts: dict[str, list[str]] = {}  # by the text, its lines
+        self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
+        self.lock = threading.Lock()
+
+    def add(self, shapes: Iterable[Shape]) -> None:
+        """Lift these from now on."""
+        with self.lock:
+            for shape in shapes:
+                if len(self.shapes) < LEARNED_SHAPES and shape not in self.shapes:
+                    self.shapes[shape] = None
+                    self.news.append(shape)
+            self.rows = self.table + tuple(shape.row() for shape in self.shapes)
+
+    def read(self, text: str, rest: str) -> bool:
+        """Compare a system text with the closest one before it, and learn what varies; whether
+        something was learned. `rest` is the text after all lifts."""
+        if rest in self.texts or len(rest) > LEARNED_TEXT:
+            return False
+        mine = lines_of(rest)
+        apart = set(mine)
+        others = list(self.texts.values())
+        closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
+        apart.difference_update(closest)
+        alike = 2 * len(apart) <= len(mine)
+        if not alike and len(rest) <= LEARNED_BLOCK:
+            alike = list(map(form_of, mine)) == list(map(form_of, closest))
+        found: list[Shape] = []
+        differing = list(changes(closest, mine)) if closest and alike else []
+        if sum(change.size() for change in differing) <= 4 * LEARNED_BLOCK:
+            for change in differing:
+                shapes = self.judge(change, mine)
+                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        known = list(self.texts)
+        if found:
+            self.add(found)  # what is lifted now differs no more
+            known = [lift_text(old, self.rows)[0] for old in known]
+            rest = lift_text(text, self.rows)[0]
+        kept = [*known, rest][-16:]
+        self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
+        return bool(found)
+
+    def judge(self, change: Change, lines: list[str]) -> list[Shape]:
+        """What of a change varies, as far as one can know by now: values that vary by themselves,
+        and listings, at once; numbers, and blocks of any kind, when they had three values."""
+        if len(change.gone) == len(change.new):
+            pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
+            if all(form_of(old) == form_of(new) for old, new in pairs):
+                sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
+                forms = [changed_form(old, new) for old, new in pairs]
+                if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
+                    named = zip(forms, pairs, strict=True)
+                    return [Shape(form) for form, pair in named if sure or self.varies(form, *pair)]
+                place = self.borders(change, lines)
+                return [place] if place and (sure or self.varies(place, *pairs[0])) else []
+        place = self.borders(change, lines)
+        sure = any(map(LISTED.match, [*change.gone, *change.new]))
+        varies = place and self.varies(place, tuple(change.gone), tuple(change.new))
+        return [place] if place and (sure or varies) else []
+
+    def varies(self, key: Any, old: Any, new: Any) -> bool:
+        """Whether something had three values by now: two may be two modes of a client."""
+        values = self.seen.get(key, frozenset()) | {hash(old), hash(new)}
+        remember(self.seen, key, values)
+        return len(values) > 2
+
+    def borders(self, change: Change, lines: list[str]) -> Shape | None:
+        """The block that a change is in: between two lines that stand once, outside of a listing.
+        None if that is larger than a block may be."""
+        counts = collections.Counter(lines)
+        start = lines.index(change.after) if change.after else -1
+        end = lines.index(change.before) if change.before else len(lines)
+        while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
+            start -= 1
+        while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
+            end += 1
+        if start < 0 or sum(map(len, lines[start + 1 : end])) > LEARNED_BLOCK:
+            return None
+        return Shape("", lines[start], lines[end] if end < len(lines) else "")
+
+
+class Lifter:
+    """Cuts volatile texts out of system prompts: what the table and the user name, and what was
+    seen to vary. Safe to use from many threads."""
+
+    def __init__(self, config: Config) -> None:
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
+        self.learner = Learner(LIFTS + own if config.lift else ())
+        self.learns = config.lift and config.learn
+        self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
+        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see choose()
+
+    def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
+        """lift_text() with a memory: conversations share their system prompts."""
+        known = self.known.get((text, id(rows)))
+        if known is None or known[0] is not rows:
+            known = rows, lift_text(text, rows)
+            if len(text) <= 1 << 17:
+                remember(self.known, (text, id(rows)), known, 16)
+        return known[1]
+
+    def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
+        """The system texts of a conversation, each cut. While its old rows lead to the prompt that
+        was sent before, a running conversation keeps those that it began with; else it is read
+        anew anyway, and gets all that was learned, also from these very texts."""
+        rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
+        cut = [self.cut(text, rows) for text in texts]
+        if not self.learns or sent == hash(tuple([rest for rest, _ in cut])):
+            return cut
+        if rows is not self.learner.rows:
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        news = [self.learner.read(text, one[0]) for text, one in zip(texts, cut, strict=True)]
+        if any(news):
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        left = hash(tuple([rest for rest, _ in cut]))
+        remember(self.begun, conversation, (self.learner.rows, left))
+        return cut
+
+    def lift(self, view: View, conversation: int) -> list[Lifted]:
+        """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
+        `conversation`: a hash of the client and the first user's words."""
+        if not pays(view):
+            return []
+        turns = [turn for turn in view.system() if turn.slots()]
+        texts = [slot.get() for turn in turns for slot in turn.slots()]
+        cut = iter(self.cut_all(texts, conversation))
+        found: dict[str, str] = {}
+        for turn in turns:
+            count, own = len(found), turn.own()
+            for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
+                if found.keys().isdisjoint(label for label, _ in pieces):
+                    slot.set(text)  # else another part has such a line, and this one stays
+                    found.update(pieces)
+            if len(found) > count:
+                drop_empty(view, view.replace(turn, own))
+        return list(found.items())
 
 
 # ==================================================================================================
@@ -1164,10 +1489,21 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 
 # Carriers are made of these decorations. Of the others alone a person may have typed a message.
 CARRIED = frozenset(
-    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+    (
+        "block",
+        "context",
+        "event",
+        "runtime",
+        "internal",
+        "reminder",
+        "environment",
+        "yours",
+        "tagged",
+    )
 )
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
@@ -1199,6 +1535,88 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, text[start:end]
 
 
+# What a program may have written at an end of a user text, though nobody described it: a block in
+# a tag, under a label in brackets, or of labelled JSON; a time in brackets. It counts as a part of
+# the text everywhere but where a client takes it out of its history, or puts a time in.
+PROGRAM_BLOCK = 8192  # characters, at most
+TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
+END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
+LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
+TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
+JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
+
+
+def program_lead(text: str, at: int) -> int:
+    """Where a block that a program may have written at text[at] ends; `at` if there is none."""
+    room = at + PROGRAM_BLOCK
+    if tag := TAG.match(text, at):
+        end = text.find(f"</{tag[1]}>", tag.end(), room) + len(tag[1]) + 3
+        return end if end > tag.end() and text[end : end + 1] in ("", " ", "\n") else at
+    if label := JSON_LABEL.match(text, at):
+        end = text.find("\n```", label.end(), room)
+        return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
+    label = LABEL.match(text, at)
+    if label:
+        end = text.find("\n[/", label.end(), room)
+        close = text.find("]", end, room) if end >= 0 else -1
+        if close >= 0 and label[1].startswith(text[end + 3 : close]):
+            return close + 1
+    if time := TIME_LABEL.match(text, at):
+        return time.end()
+    if label and ": " not in label[1]:
+        return max(at, text.find("\n\n", label.end(), room))
+    return label.end() if label else at
+
+
+def program_tail(text: str, start: int, end: int) -> int:
+    """Where a block that a program may have written at the end of text[start:end] begins; `end` if
+    there is none."""
+    room = max(start, end - PROGRAM_BLOCK)
+    at = -1
+    if tag := END_TAG.search(text, max(start, end - 70), end):
+        at = text.rfind(f"\n<{tag[1]}", room, tag.start())
+    elif text.endswith("}", start, end):
+        at = text.rfind("\n[", room, end)
+        label = LABEL.match(text, at + 1)
+        at = at if label and text.startswith("\n{", label.end()) else -1
+    elif text.endswith("\n```", start, end):
+        at = text.rfind(":\n```json\n", room, end)
+        at = text.rfind("\n", room, at) if at >= 0 else -1
+    elif text.endswith("]", start, end):
+        at = text.rfind("\n[", room, end)
+        if text.startswith("\n[/", at):
+            at = text.rfind("\n[" + text[at + 3 : end - 1], room, at)
+        elif not TIME_LABEL.match(text, at + 1, end):
+            at = -1
+    if at < 0:
+        at = text.rfind("\n\n[", room, end)
+        label = LABEL.match(text, at + 2, end) if at >= 0 else None
+        at = at + 1 if label and text.find("\n\n", at + 2, end) < 0 else -1
+    return at + 1 if at >= start else end
+
+
+def strip_programs(text: str) -> tuple[list[Decoration], str]:
+    """undress() that takes what looks like a program's own for decorations as well. The kind is
+    program, or tagged where a message of nothing else is most likely no person's."""
+    found: list[Decoration] = []
+    while True:
+        start = len(text) - len(text.lstrip())
+        end = program_lead(text, start)
+        block, rest = text[start:end], text[end:]
+        if end == start:
+            end = text_end(text, start, len(text))
+            at = program_tail(text, start, end)
+            block, rest = text[at:end], text[:at]
+        if not block:
+            return found, text
+        check_limit("decorations of a text", len(found))
+        tag = TAG.match(block)
+        named = tag is not None and not tag[1].isalnum()
+        found.append(("tagged" if named else "program", block.strip()))
+        more, text = undress(rest)
+        found += more
+
+
 def text_end(text: str, start: int, end: int) -> int:
     """Where text[start:end] ends without the space behind it."""
     while end > start and text[end - 1].isspace():
@@ -1227,6 +1645,8 @@ class Said(NamedTuple):
     size: int = 0  # characters of a user turn
 
 
+SILENT = Said(0, 0)
+NO_TURNS: list[Turn] = []
 NOTHING: dict[str, str] = {}
 
 
@@ -1234,25 +1654,26 @@ class Unit:
     """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
     unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = (
-        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
-        "words",
-    )  # fmt: skip
+    carriers: list[Turn] = NO_TURNS
+    inserted = NOTHING  # what kvproxy set down in it, by label
+    stored: Stored | None = None  # as it was sent before
+    dropped = False  # a carrier of it is not sent
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
-        self.carriers: list[Turn] = []
-        first = said[0] if said else Said(0, 0)
+        first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
-        self.inserted = NOTHING  # what kvproxy set down in it, by label
-        self.stored: Stored | None = None  # as it was sent before
-        self.dropped = False  # a carrier of it is not sent
 
     def add(self, turn: Turn, said: Said) -> None:
         """Take in another turn, or a carrier."""
-        (self.carriers if said.carrier else self.turns).append(turn)
+        if said.carrier:
+            if self.carriers is NO_TURNS:
+                self.carriers = []
+            self.carriers.append(turn)
+        else:
+            self.turns.append(turn)
         self.said.append(said)
 
     def sum_up(self) -> None:
@@ -1271,7 +1692,7 @@ class Unit:
         for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
             said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
             units.append(Unit("user", [turn], [said]))
-        self.carriers, self.said = [], self.said[: len(self.turns)]
+        self.carriers, self.said = NO_TURNS, self.said[: len(self.turns)]
         return units
 
     def blocks(self) -> list[Decoration]:
@@ -1443,23 +1864,12 @@ class Replay:
         self.lines = Lines(config.replay_mb << 20)
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
-        self.rows = LIFTS + own if config.lift else ()
-        self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
+        self.learns = config.learn
         self.roles: dict[int, bool] = {}  # see stays()
 
     def size(self) -> int:
         """Bytes held, roughly."""
         return self.lines.size + self.tools.size
-
-    def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory: conversations share their system prompts."""
-        known = self.lifts.get(text)
-        if known is None:
-            known = lift_text(text, self.rows)
-            if len(text) <= 1 << 17:
-                remember(self.lifts, text, known, 16)
-        return known
 
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
         """Whether a system message behind the first user text was seen to stay in a history before
@@ -1484,7 +1894,7 @@ class Replay:
 
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
-            return Said(0, 0)
+            return SILENT
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
@@ -1504,19 +1914,22 @@ class Replay:
             blocks=tuple(blocks),
             carrier=carrier,
             speaks=bool(text) or more,
-            opening=digest(text),
+            opening=digest(*[block for kind, block in blocks if kind in UNNAMED], text),
             calls=calls_of(turn),
             size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that knows the user's own decorations as well."""
+        """undress() that knows the user's own decorations as well, and finds those of programs."""
         blocks, words = undress(text)
         for pattern in self.patterns:
             found = [match.group().strip() for match in pattern.finditer(words)]
             if any(found):
                 more, words = undress(pattern.sub("", words).strip())
                 blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        if self.learns:
+            more, words = strip_programs(words)
+            blocks = [*blocks, *more]
         return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
@@ -1580,7 +1993,8 @@ class Replay:
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
             if restored_bytes([units[at] for at in kept]) > size + SLACK:
-                self.overflowed(Trace(line=match.line))
+                if learn:
+                    self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
@@ -1675,14 +2089,17 @@ class Replay:
         record = Record(trace.conversation, newest, prefill)
         size = 500 + 150 * end
         for at, unit in enumerate(units[:end]):
+            old = unit.stored
+            if old is not None and old.turns is None and old.whole == unit.whole:
+                record.units.append(old)  # the usual case, in long histories
+                continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
-            old = unit.stored
             if old is None or old.whole != unit.whole:
                 stored = self.stored(unit, at >= newest, at == first, heard)
-            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
-                stored = old  # the usual case, in long histories
+            elif at >= newest or at == first or old.blocks or old.inserted:
+                stored = old
             else:
                 stored = old._replace(turns=None, carriers=())  # once history, it is settled
             record.units.append(stored)
@@ -1809,6 +2226,11 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     theirs = collections.Counter([text for _, text in stored.blocks])
     if mine in (theirs, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
+    added = mine - theirs
+    if place >= newest and added and all(map(MESSAGE_TIME.fullmatch, added)):
+        told = "\n".join(theirs)  # once a message is history, a client adds when it came
+        if all(date in told for text in added for date in DATE.findall(text)):
+            mine &= theirs
     if mine <= theirs:
         if place < newest:
             return False  # once history, it has been settled
@@ -1918,6 +2340,12 @@ def storable(turn: Turn) -> Turn:
 
 # --- lifted text ----------------------------------------------------------------------------------
 
+LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+MESSAGE_TIME = re.compile(
+    r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
+    r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
+)
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
 
 
@@ -1958,7 +2386,11 @@ def settle_insertions(
             for label, text in stored.inserted.items() if stored else ():
                 standing[label] = text
                 since.setdefault(label, at)
-        gone = [since[label] for label in standing if label not in wanted]
+        gone = [
+            since[label]
+            for label, text in standing.items()
+            if label not in wanted or (BLOCK in label and withdraws(text, wanted[label]))
+        ]
         if gone:
             depth = min(gone)
             continue
@@ -1973,6 +2405,18 @@ def settle_insertions(
             depth = target
             continue
         return depth, pending
+
+
+def withdraws(before: str, after: str) -> bool:
+    """Whether a block has fewer lines than it had, or none with a label that it had; those of
+    listings come and go."""
+
+    def labels(lines: Iterable[str]) -> collections.Counter[str]:
+        forms = [form_of(line) for line in lines if not LISTING.match(line)]
+        return collections.Counter([form.partition(":")[0] * (":" in form) for form in forms])
+
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    return bool(labels((old - new).elements()) - labels((new - old).elements()))
 
 
 def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
@@ -2023,7 +2467,8 @@ class Editor:
     """All edits of a request's body, in order: scrub, roles, lift, replay."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+        self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
+        self.replay = Replay(config)
 
     def apply(
         self,
@@ -2050,7 +2495,11 @@ class Editor:
             system_first(view, report, stays)
         if not replays:
             return Trace(self.replay.conversation(view))
-        lifted = lift(view, self.replay)
+        said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
+        lifted = []
+        if any(one.speaks for one in said):  # else it could not be set down
+            first = next((one.words for one in said if one.words), 0)
+            lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
         trace = self.replay.apply(view, lifted, report, client, size, learn)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
@@ -2313,7 +2762,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
+    """What the server reported of an answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -2338,36 +2787,35 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
-USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
-value_at = json.JSONDecoder().raw_decode
+USAGE_NAMES = ("usage", "timings", "tokens_evaluated")
+USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
-    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
+    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
-    if not streamed:
-        return [[window] for window in windows]
-    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
+    windows = []
+    for window in filter(None, (first, last)):
+        text, events = window.decode("utf-8", "replace"), list[Json]()
+        for one in text.split("\n") if streamed else [text]:
+            tails = list(USAGE_MEMBER.finditer(one))[-2:] if window is (last or first) else []
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    events.append(members(json.loads(one.removeprefix("data:"))))
+                except ValueError:
+                    decode = json.JSONDecoder().raw_decode
+                    events.append({tail[1]: decode(one, tail.end())[0] for tail in tails})
+        windows.append(events)
+    return windows
 
 
 def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
     found: Json = {}
-    windows = answer_texts(first, last)
-    for window in windows:
-        texts = [text for text in window if USAGE_MEMBERS.search(text)]
-        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
-            with contextlib.suppress(ValueError, RecursionError):
-                try:
-                    event = members(json.loads(text))
-                except ValueError:
-                    event = last_members(text) if window is windows[-1] else {}
-                for part in map(members, (event, event.get("response"), event.get("message"))):
-                    named = {key: part.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+    for event in itertools.chain(*answer_events(first, last)):
+        for part in map(members, (event, event.get("response"), event.get("message"))):
+            read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2380,18 +2828,6 @@ def usage_of(first: bytes, last: bytes = b"") -> Usage:
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
-
-
-def last_members(text: str) -> Json:
-    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
-    in a list, or deeper than in the one object of an event, was written by the model."""
-    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            tail = text[match.start() :]
-            inner, end = value_at("{" + tail)
-            rest = tail[end - 1 :].strip()
-            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
-    return {}
 
 
 def read_numbers(found: Json, numbers: Json) -> None:
@@ -2415,24 +2851,16 @@ ANSWER_KEYS = {
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    windows: list[tuple[str, set[str]]] = []
-    for window in answer_texts(first, last):
-        said: list[tuple[str, str]] = []
-        for text in window:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
-                said += answer_parts(json.loads(text))
-        calls = {plain(call) for _, call in said if call}
-        windows.append(("".join(text for text, _ in said), calls - {""}))
-    if not windows:
+    said = [list(answer_parts(events)) for events in answer_events(first, last)]
+    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+    calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
+    if not calls and not any(windows):
         return UNREAD
-    (opening, calls), (closing, more) = windows[0], windows[-1]
-    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
-    return heard if any(heard[:3]) else UNREAD
+    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
-    leads to `value`."""
+    """(text, tool call id) pieces in an answer of any dialect; `key` is what leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -2455,51 +2883,8 @@ def listed(value: Any) -> list[Any]:
 
 # --- a prompt as text -----------------------------------------------------------------------------
 
-# What of a prompt is looked at, so that no body makes the search for a change long.
-SEGMENTS = 4096  # of a prompt; those behind count as one
-COMPARED = 65536  # characters of two texts whose likeness is judged
-LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
-COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
-CURE_LINES = 4  # of a system prompt that one cure covers
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-
-
-def segments_of(view: View) -> list[tuple[str, str]]:
-    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
-    turns; without reasoning, which clients and chat templates drop at will."""
-    found = [("system", turn.text()) for turn in view.system()]
-    for tool in listed(view.body.get("tools")):
-        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
-    turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
-    for number, turn in enumerate(turns, 1):
-        role = "prompt" if view.dialect.turns == "prompt" else turn.role
-        if turn.told is None:
-            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
-        found.append((f"turn {number} ({role})", turn.told))
-    if rest := found[SEGMENTS:]:
-        name, text = found[SEGMENTS - 1]
-        text = "\n".join([text, *(text for _, text in rest)])
-        found[SEGMENTS - 1 :] = [(name + " and later", text)]
-    return found
-
-
-def reasoning_of(view: View) -> set[int]:
-    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
-    found, number = set(), 1
-    for turn in view.turns[view.leading() :]:
-        item = turn.item or {}
-        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
-        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
-        if thinks or turn.role == "reasoning":
-            found.add(number)
-        number += turn.role != "reasoning"
-    return found
-
-
+REASONING_PARTS = {"thinking", "redacted_thinking", "reasoning", "reasoning_text"}
 # What of an item, part, call or result the server reads, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -2534,73 +2919,94 @@ def tool_name(tool: Any) -> str:
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
 
+Segment = tuple[str, str]  # its name for people, and its text
+
+
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
+    """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
+    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
+    the turns with which it was sent.
 
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
-    `tokens` and `number` are known once the request is finished."""
+    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
+    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
+    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
+    finished."""
 
-    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+    SEGMENTS = 4096  # those behind are not looked at
 
     def __init__(
         self,
         view: View,
-        conversation: str = "",
+        talk: str = "",
         headers: Mapping[str, str] | None = None,
         now: float = 0.0,
+        sent: Prompt | None = None,
     ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [name for name, _ in segments]
-        self.texts = [text for _, text in segments]
-        self.first = sum(not name.startswith("turn ") for name in self.names)
-        self.chain, self.turns = links(segments), links(segments[self.first :])
+        """`talk` names the conversation; `headers`: of the request, their names in lower case;
+        `now`: on any clock."""
+        self.conversation, self.time, self.side = talk, now, side_of(view, headers or {})
+        self.segments = [("system", turn.text()) for turn in view.system()]
+        for tool in listed(view.body.get("tools")):
+            text = json.dumps(bare(tool) if members(tool) else tool)
+            self.segments.append((f"tool {tool_name(tool)}", text))
+        self.first, number = min(len(self.segments), self.SEGMENTS), 1
+        self.reasoning = set[int]()
+        turns = view.turns[view.leading() :]
+        for turn in turns[: self.SEGMENTS]:
+            item = turn.item or {}
+            kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+            reasons = turn.role == "reasoning"
+            if reasons or item.get("reasoning_content") or kinds & REASONING_PARTS:
+                self.reasoning.add(number)
+            if reasons:
+                continue
+            if turn.told is None:
+                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+            role = "prompt" if view.dialect.turns == "prompt" else turn.role
+            self.segments.append((f"turn {number} ({role})", turn.told))
+            number += 1
+        del self.segments[self.SEGMENTS :]
+        self.system = "\n".join(text for name, text in self.segments if name == "system")
+        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
+        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
-        self.tokens: int | None = None
-        self.number = 0
+        self.size = sum(len(text) for _, text in self.segments)  # in characters
+        # In bytes: PEP 393, with one emoji four for each character of a text.
+        self.memory = sum(370 + sys.getsizeof(text) for _, text in self.segments)
+        self.memory += sent.memory if sent is not None else 0
+        self.sent, self.tokens = sent, cast("int | None", None)
+        self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
+        if view.dialect.edited and turns:
+            later = "tool step" if turns[-1].role == "tool" else "user turn"
+            self.step = self.side or (later if self.answered(0) else "first prompt")
 
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
-
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
+    def at(self, place: int) -> Segment:
+        """The segment at a place; an empty one behind the last."""
+        return self.segments[place] if place < len(self.segments) else ("", "")
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
+        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
+
+    def has_turns_of(self, base: Prompt) -> bool:
+        """Whether its turns begin with all turns of another prompt."""
+        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
+        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
+        return raw or self.turns[: len(base.turns)] == base.turns
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+        return self.head == base.head and self.has_turns_of(base)
 
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
         depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
+        (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
+        more = common_prefix(text, other_text) if name == other_name else 0
+        return sum(len(text) for _, text in self.segments[:depth]) + more
 
 
-def links(segments: list[tuple[str, str]]) -> list[int]:
+def links(segments: list[Segment]) -> list[int]:
     """For each segment a hash of all up to it."""
     chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
     return list(chained)[1:]
@@ -2615,30 +3021,19 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return low
 
 
-def common_suffix(a: str, b: str) -> int:
-    return common_prefix(a[::-1], b[::-1])
-
-
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
-    a, b = a[:COMPARED], b[:COMPARED]
+    a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
-_CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
-    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
-    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
-)
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
@@ -2652,18 +3047,13 @@ VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: one of KINDS, removed, added or text."""
-    if at >= len(after.rstrip()):
-        return "removed"
-    if at >= len(before.rstrip()):
-        return "added"
+    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
+        return "removed" if at >= len(after.rstrip()) else "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
-        words = []
-        for text in (before, after):
-            hits = re.finditer(pattern, text[start : at + 80])
-            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
-            words.append(next(there, ""))
-        if all(words) and not (name == "hash" and "".join(words).isdigit()):
+        hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
+        there = [[hit[0] for hit in one if hit.start() <= at - start <= hit.end()] for one in hits]
+        if all(there) and not (name == "hash" and "".join(one[0] for one in there).isdigit()):
             return name
     return "text"
 
@@ -2677,6 +3067,9 @@ def around(text: str, at: int) -> str:
 
 # --- verdicts -------------------------------------------------------------------------------------
 
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
+COMPARED = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
@@ -2685,10 +3078,6 @@ VERDICTS = {
     "lost": "the client did its part, but the server had forgotten it",
     "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
-}
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
 
 
@@ -2715,13 +3104,12 @@ class Verdict:
 
     def title(self) -> str:
         """The name, and what kind of request it is about."""
-        note = self.side or self.step
-        return self.name + (f" ({note})" if note else "")
+        return self.name + (f" ({self.step})" if self.step else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
-        if self.name == "new branch":
-            return RETURNS.get(self.kind, "")
+        if self.name == "new branch" and self.kind in ("regenerated", "edited"):
+            return f"goes on from an older prompt than the newest one ({self.kind})"
         if self.name != "rewritten":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
@@ -2745,205 +3133,168 @@ class Case:
     whole: bool = False
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    straight: float = 0.0  # the part of it that would be reused without kvproxy
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
-    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
+    slots: int | None = None  # that the server has, if it was asked
 
 
 class Ledger:
-    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
-    oldest out first."""
-
-    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
+    """The last prompts, and what they have in common. Bounded, oldest out first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size = limit, 0
-        self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
-        self.count = 0  # of all prompts judged; the newest entry's number
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.deque[Prompt] = collections.deque()
+        self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
-        """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        """Compare a prompt with those before it, and remember it. What the server says comes later,
+        in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        with self.lock:
+            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
+            self.entries.append(prompt)
+            self.count, self.size = self.count + 1, self.size + prompt.memory
+            while self.size > self.limit and len(self.entries) > 1:
+                self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
-            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-            longest = None if link is None else self.entries[self.index[link]]
-            self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
         case.base = base = previous(prompt, stored)
         if base is None:  # of other conversations the closest one, rather one with the same tools
-            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+            like = [one for one in stored if one.head == prompt.head] or stored
+            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
+            base = max(rank, key=rank.__getitem__)
         case.whole = case.base is not None and prompt.goes_on(base)
-        common = max(prompt.common(one) for one in (base, longest or base))
-        verdict.share = common / (prompt.length() or 1)
-        newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
-        if not case.whole:
-            locate_change(case, base)
-            place = verdict.where.partition(" ")[0]
-            same = place != "system" or alike(base.system(), prompt.system())
-            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-            volatile = place != "turn" and verdict.kind in VOLATILE
-            if not prompt.side and same and (goes_on or volatile):
-                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-            else:
-                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
+        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
+        sent = prompt.sent or prompt
+        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
+        case.moved = case.base is not None and sent.goes_on(base.sent or base)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        if case.whole:
+            verdict.name, talk = "extended", (base.conversation, base.head)
+            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
+            if again and not prompt.side:
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
-        verdict.name, talk = "extended", (base.conversation, base.head)
-        again = [one for one in newer if (one.conversation, one.head) == talk]
-        if not prompt.side and any(not one.side for one in again):
-            same = len(prompt.chain) == len(base.chain)
-            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        locate_change(case, base)
+        place = verdict.where.partition(" ")[0]
+        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+        volatile = place != "turn" and verdict.kind in VOLATILE
+        same_agent = place != "system" or alike(base.system, prompt.system)
+        if not prompt.side and same_agent and (goes_on or volatile):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        else:
+            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return case
-
-    def remember(self, prompt: Prompt) -> None:
-        self.count += 1
-        for place, link in enumerate(prompt.chain):
-            if link in self.index:
-                known = self.entries[self.index[link]]
-                prompt.texts[place] = known.texts[place]  # the string that is held already
-            else:
-                self.size += text_size(prompt.texts[place])
-            self.index[link] = self.count
-        self.entries[self.count] = prompt
-        self.size += 300 * len(prompt.chain)
-        while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
-            self.forget()
-
-    def forget(self) -> None:
-        """Drop the oldest entry, and what no newer one has."""
-        number, entry = self.entries.popitem(last=False)
-        self.size -= 300 * len(entry.chain)
-        for place, link in enumerate(entry.chain):
-            if self.index[link] == number:
-                del self.index[link]
-                self.size -= text_size(entry.texts[place])
-
-
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
-    return 70 + sys.getsizeof(text)
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
-    of its history.
-
-    `stored`: the newest first. What stands before the turns does not count here. One whose last
-    message alone was put in another way (a branch, a question beside the conversation) is passed
-    over."""
+    of its history; what stands before the turns does not count. One whose last message alone was
+    put in another way (a branch, a question beside the conversation) is passed over."""
+    talk, side = prompt.conversation, prompt.side
+    named = (one for one in stored if one.conversation == talk and (side or not one.side))
+    own = list(itertools.islice(named, COMPARED))
+    whole = next((one for one in own if prompt.has_turns_of(one)), None)
+    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
+    own += [one for one in newer if one.conversation != talk]  # its name may have changed
     whole = changed = None
-    deepest, reached = (-1, 0), -1
-    entries = relatives(prompt, stored)
-    for entry in entries:
-        depth = common_prefix(prompt.turns, entry.turns)
-        if depth == len(entry.turns) or prompt.goes_on(entry):
-            if (depth, prompt.common(entry)) > deepest:
-                whole, deepest = entry, (depth, prompt.common(entry))
-        elif changed is None and depth > deepest[0] and prompt.answered(depth):
+    deepest = reached = -1
+    for entry in own:
+        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
+        later = changed is None and depth > deepest and prompt.answered(depth)
+        if not (begins and depth >= deepest) and not later:
+            continue
+        if entry.conversation != talk and not looks_alike(prompt, entry):
+            continue
+        if not begins:
             changed, reached = entry, depth
-    return whole if deepest[0] > reached else changed
+        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
+            whole, deepest = entry, depth
+    return whole if deepest > reached else changed
 
 
-def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """The prompts of the same conversation, by its name, or by look where a name changed with the
-    system text or the first words."""
-    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
-    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-
-    def looks_alike(one: Prompt) -> bool:
-        if "(prompt)" in prompt.names[-1]:
-            return prompt.goes_on(one)
-        if side or one.side or not one.turns or not prompt.answered(0):
+def looks_alike(prompt: Prompt, one: Prompt) -> bool:
+    """Whether a prompt of another name seems to be of the same conversation."""
+    (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
+    if name.endswith("(prompt)"):
+        return prompt.goes_on(one)
+    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+        return False
+    if not (first in opening or opening in first or alike(first, opening)):
+        said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
+        if not any(text in said for _, text in one.segments[one.first :]):
             return False
-        first = one.opening()
-        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
-        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
-
-    own = (one for one in stored if one.conversation == talk and (side or not one.side))
-    named = list(itertools.islice(own, COMPARED_PROMPTS))
-    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
-    return named + [one for one in others if looks_alike(one)]
+    return alike(one.system, prompt.system)
 
 
 def locate_change(case: Case, base: Prompt) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
-    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
     answers = "(assistant)" in name and "(assistant)" not in old_name
-    if base.system() != prompt.system():
-        verdict.where, old, new = "system", base.system(), prompt.system()
-    elif was != now:
-        verdict.where, verdict.kind = "tools", "tools changed"
-        had, has = set(was), set(now)
-        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
-        if sorted(was) == sorted(now):
-            start = common_prefix(was, now)
-            verdict.kind, sides = "tool order", (was[start:], now[start:])
-        verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
+    if base.system != prompt.system:
+        verdict.where, old, new = "system", base.system, prompt.system
+    elif base.tools != prompt.tools:
+        order = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
+        at = common_prefix(base.tools, prompt.tools)
+        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
+        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
         return
-    elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
-        verdict.kind = "order of tool results"
+    elif case.base is None and depth >= prompt.first:
+        return  # the first words of another conversation
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "another order"
     elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        case.texts = old, ""
-        return
+        verdict.where, verdict.kind, new = old_name, "taken out", ""
     elif new and stands_behind(old, prompt, depth):
-        verdict.kind, verdict.after = "put in", around(new, 0)
-        case.texts = "", new
-        return
-    elif old.split() == new.split():
+        verdict.kind, old = "put in", ""
+    elif sorted(old.split()) == sorted(new.split()):
         moved = "(tool)" in name and "(tool)" not in old_name
-        verdict.kind = "moved into the result" if moved else "the same words in another form"
+        other = "another form" if old.split() == new.split() else "another order"
+        verdict.kind = "moved into the result" if moved else other
+    case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    case.texts = old, new
-
-
-def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
-    """Whether what stands at a place is there in another order, inside or among the turns."""
-    old, new = base.texts[depth], prompt.texts[depth]
-    if stands_behind(new, base, depth):
-        return stands_behind(old, prompt, depth)
-    return old.split() != new.split() and sorted(old.split()) == sorted(new.split())
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
     """Whether a text stands behind a place; a word or two only if close to it."""
-    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    behind = prompt.segments[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    return text != "" and any(text == other for _, other in behind)
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
 
+CURE_LINES = 4  # of a system prompt that one cure covers
+
+
 def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
-    where, (old, new) = case.verdict.where, case.texts
-    order = case.verdict.kind in ("tool order", "order of tool results")
-    if where != "system" and "(user)" not in where and not order:
+    where, texts = case.verdict.where, case.texts
+    system, order = where == "system", case.verdict.kind == "tool order"
+    if not system and "(user)" not in where and not order:
         return ""
-    for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
+    for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
-    name, pattern = "REPLAY_REGEX", "" if order else block_pattern(old, new)
-    if where == "system":
-        name, pattern = "LIFT_REGEX", line_pattern(old, new)
-    if not pattern or pattern in getattr(config, name.lower()):
-        return ""
-    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
+    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
+    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
+    quote = '"' if "'" in pattern else "'"
+    known = getattr(config, name.lower())
+    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
 
 
 def shape(text: str) -> str:
@@ -2953,40 +3304,40 @@ def shape(text: str) -> str:
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
-def line_pattern(old: str, new: str) -> str:
-    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
-    there is none."""
-    patterns: list[str] = []
-    while old != new and len(patterns) < CURE_LINES:
-        at = common_prefix(old, new)
-        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
-        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+def lines_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal."""
+    before, after = old.split("\n"), new.split("\n")
+    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
+    patterns = []
+    for was, now in pairs[:CURE_LINES]:
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
+    texts = [old, new]
+    for pattern in patterns:
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
-        patterns.append(pattern)
-    return "|".join(patterns) if old == new else ""
+    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
 
 
 def block_pattern(old: str, new: str) -> str:
-    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    """A pattern of a block without which two user texts are equal."""
     prefix = common_prefix(old, new)
-    suffix = common_suffix(old[prefix:], new[prefix:])
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
     for text in (old, new):  # the paragraphs around the change
         start = text.rfind("\n\n", 0, prefix + 2) + 1
         end = text.find("\n\n", max(start, len(text) - suffix - 2))
-        lines = text[start : end if end >= 0 else None].strip().split("\n")
-        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
+        block = text[start : end if end >= 0 else None].strip()
+        line = block.split("\n")[0]
+        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
+        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", lines[0]))
-        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
-            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
-        for pattern in patterns:
+        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
+        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+            pattern = f"(?s){opening}.*?{closing}"
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
@@ -2997,8 +3348,8 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
-    told. What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
+    What a prompt that goes on from another begins with is known to six tokens."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
@@ -3013,73 +3364,99 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the
     verdict."""
-    verdict, prompt, base = case.verdict, case.prompt, case.base
-    prompt.tokens = usage.prompt
-    if base is not None:
-        verdict.base = base.number
+    verdict = case.verdict
+    case.prompt.tokens = usage.prompt
+    verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        # The change did not reach the prompt, or the server had read this one before.
-        verdict.name = "extended"
-    if verdict.name == "rewritten" and case.moved:
-        verdict.advice = "by kvproxy itself; the client only went on"
-    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.cure = cure_of(case, config)
+        verdict.name = "extended"  # the change did not reach the prompt, or it was read before
+    if verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
+        verdict.cure = "" if case.moved else cure_of(case, config)
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
-    had = case.base.reasoning if case.base is not None and case.whole else set()
+    verdict, base = case.verdict, case.base or case.prompt
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
+    had = base.reasoning if case.whole else set()
     if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
-    causes = {
-        "away": case.away,
-        "taken": bool(case.between),
-        "idle": case.idle > 300,
-        "checkpoint": cached < 0.05 * (usage.prompt or 0),
-        "not all kept": True,
-    }
-    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-    if verdict.kind == "taken":
-        why = taken_advice(case, expected / (usage.prompt or 1))
+    numbers: Json = {"minutes": round(case.idle / 60)}
+    if case.away:
+        cause = "away"
+    elif case.between:
+        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
+        # unless set) of its prompt; what the slot held goes to the host cache only if less than
+        # half of it stays (server-context.cpp, get_available_slot).
+        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+        other = max(shares, key=shares.__getitem__)
+        share, size = shares[other], other.tokens or other.size // 4
+        wanted = math.ceil(100 * share + 1) / 100
+        same = other.conversation == base.conversation
+        who = "a request of the same chat in another form" if same else "another conversation"
+        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
+        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
+        cause = "taken"
     else:
-        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
-    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
+        cause = "idle" if case.idle > 300 else some
+    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
+    if numbers.get("share", 0) > 0.1:
+        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
+        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
+        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
+        why = ADVICE["slot taken"] + told
+    still = f"{cached:,} of {expected:,} tokens were still there"
+    verdict.advice = f"{still}: {why.format(**numbers)}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
+_KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
+    " keep both",
+    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
+    " ({share:.2f}) and so was given this slot: ",
+    "one slot": "with one slot, -np 2 gives each its own, if memory allows",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
+    " conversations start cold",
+    "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
-    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
-    " --swa-full)",
-    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
-    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
+    "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
+    " without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints), or"
+    " the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "system": "the client writes this part of its system prompt anew",
-    "tools": "keep the list of tools the same for the length of a conversation",
-    "tool": "keep a tool's description the same for the length of a conversation",
-    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
-    " read all again",
-    "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
-    " in front of the change: --ctx-checkpoints, --swa-full",
+    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
+    " again",
+    # of server logs
+    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
+    " --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
     " took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    # of `check`
+    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
+    " a run of `python kvproxy.py bench` shows it",
+    "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
+    "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
+    " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
+    "short context": "{context:,} tokens of context a slot is less than agents send"
+    " (16,000-60,000): raise -c or lower -np",
+    "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
 
 
@@ -3087,33 +3464,6 @@ def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
     return told if getattr(config, setting, True) else f"{told}; {how}"
-
-
-def taken_advice(case: Case, own: float) -> str:
-    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
-    of this prompt that its slot should have held.
-
-    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
-    set) of its prompt; what the slot held goes to the host cache only if less than half of it
-    stays (server-context.cpp, get_available_slot)."""
-    base = case.base or case.prompt
-    shares = [one.common(base) / (one.length() or 1) for one in case.between]
-    shared = max(shares)
-    other = case.between[shares.index(shared)]
-    same = other.conversation == base.conversation
-    who = "a request of the same chat in another form" if same else "another conversation"
-    told = (f"a {other.side} request" if other.side else who) + " came in between"
-    if shared <= 0.1:
-        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
-    size = other.tokens or other.length() // 4
-    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
-    wanted = math.ceil(100 * shared + 1) / 100
-    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
-    if wanted >= own:
-        several = "no -sps keeps two apart that have so much in common"
-    one = "-np 2 gives each its own, if memory allows"
-    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
-    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3127,36 +3477,59 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
+def side_of(view: View, headers: Mapping[str, str]) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
+    body, turns = view.body, view.turns[-1:]
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    titled = "title" in members(members(wanted.get("schema")).get("properties"))
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
+        return "title"  # Codex says so, or wants a property of this name
     if body.get("tools"):
         return ""
-    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
-    if "title" in members(members(wanted.get("schema")).get("properties")):
-        return "title"  # a property; every schema may have a title
-    turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
     matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
     return next((str(match.lastgroup) for match in matches if match), "")
 
 
-def step_of(view: View) -> str:
-    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
-    alarm nobody."""
-    turns = [turn.role for turn in view.turns[view.leading() :]]
-    if not view.dialect.edited:
-        return ""
-    if "assistant" not in turns:
-        return "first prompt"
-    return "tool step" if turns[-1] == "tool" else "user turn"
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+
+
+def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
+    """Give the verdict `template` if a server renders old turns in another way than before.
+
+    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    at = common_prefix(before, now)
+    if not before or not now or len(before) - at <= ANSWER_START:
+        return
+    place = 0
+    for number, (_, text) in enumerate(base.segments[base.first :], base.first + 1):
+        found = before.find(text.strip()[:60], place, at)
+        if found >= 0:
+            verdict.where, place = base.at(number)[0], found
+    verdict.name = verdict.kind = "template"
+    verdict.before, verdict.after = around(before, at), around(now, at)
+
+
+def weights_of(segments: list[Segment], tokens: int | None) -> Json:
+    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
+    largest, turns."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for name, text in segments:
+        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
+    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
+    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
+    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
+    largest = dict(itertools.islice(tools.items(), 5))
+    turns = tokens_of.get("turn", 0)
+    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================
@@ -3164,64 +3537,50 @@ def step_of(view: View) -> str:
 # of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
-HEAD_LIMIT = 65536  # bytes of a request's or response's head
-HEADER_LIMIT = 100  # header lines; llama-server has the same limit
+HEAD_LIMIT = 65536  # bytes of a head
+HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
-BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
 KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
-REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
 TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
-HOP_BY_HOP = frozenset(
-    (
-        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
-    )
-)
-WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
-CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+# RFC 9110 section 7.6.1. Authorization is end to end.
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
+WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+TOKEN_START = re.compile(TOKEN)
 REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
+TRAILER_LINE = re.compile(rb"(?:%s:[\t\x20-\x7e\x80-\xff]*)?\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
-KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
-TOKEN_BYTES = re.compile(TOKEN)
 
 Headers = list[tuple[bytes, bytes]]
-Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
+Url = urllib.parse.SplitResult
+Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
 class BadMessage(http.client.HTTPException):
-    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+    """A message that is not HTTP/1.x as RFC 9112 has it."""
 
 
 class TooLong(BadMessage):
     """A head or a line that is longer than its limit."""
 
 
-class BodyTooLong(Exception):
-    """A body that is longer than its limit."""
-
-
 class Refused(Exception):
-    """The proxy answers by itself: `status`, and a sentence that says what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """The proxy answers by itself: (status, a sentence that says what to do)."""
 
 
 class ClientGone(Exception):
@@ -3236,44 +3595,28 @@ class Answered(Exception):
     """The server answers before it has read the whole request."""
 
 
-# --- waiting for sockets --------------------------------------------------------------------------
+# --- sockets --------------------------------------------------------------------------------------
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
-class SelectPoll:
-    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
-    itself takes no descriptor above 1023 elsewhere."""
+def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+    """The events that come of those that are wanted of sockets (by descriptor).
 
-    def __init__(self) -> None:
-        self.wanted: dict[int, int] = {}
-
-    def register(self, sock: socket.socket, events: int) -> None:
-        self.wanted[sock.fileno()] = events
-
-    modify = register
-
-    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
-        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
-        if not reads and not writes:  # Windows does not take three empty lists
-            time.sleep(milliseconds / 1000)
-        else:
-            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        ready = {*reads, *writes}
-        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
-
-
-Poll: Any = getattr(select, "poll", SelectPoll)
-
-
-def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
-    """Wait for a socket; the events that came, 0 when none did."""
-    poller = Poll()
-    poller.register(sock, events)
-    found = poller.poll(1000 * max(0.0, seconds))
-    return found[0][1] if found else 0
+    `selectors` has no POLLRDHUP; select() takes no descriptor above 1023 on Unix."""
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        for descriptor, events in wanted.items():
+            poller.register(descriptor, events)
+        return dict(poller.poll(1000 * max(0.0, seconds)))
+    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
+    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
+    if not reads and not writes:  # Windows does not take three empty lists
+        time.sleep(max(0.0, seconds))
+        return {}
+    reads, writes, _ = select.select(reads, writes, [], max(0.0, seconds))
+    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -3282,28 +3625,24 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file that calls `wait(events)` where it would block.
+    """A connected socket as a file that calls `wait(events)` where it would block, so that the
+    relay can wait for both of its sockets at once. It stands in for the socket in the library.
 
-    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
-    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
-    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
-    that a broken connection raises."""
+    `gone` is the exception that a broken connection raises."""
 
     def __init__(
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
     ) -> None:
         self.sock, self.wait, self.gone = sock, wait, gone
-        self.received = 0  # bytes; whoever cares sets it to 0
+        self.received = 0  # bytes
         self.ahead = bytearray()  # bytes read before anyone asked for them
-        self.tls = hasattr(sock, "pending")
         self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
     def readable(self) -> bool:
         return True
 
-    def writable(self) -> bool:
-        return True
+    writable = readable
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -3316,24 +3655,21 @@ class Stream(io.RawIOBase):
             return size
         if self.drained:  # asking it would cost a system call and perhaps a switch of threads
             self.wait(READ)
-        while True:
-            try:
-                size = self.sock.recv_into(buffer)
-            except AGAIN:
-                self.wait(READ)
-            except OSError as error:
-                raise self.gone(str(error)) from None
-            else:
-                self.received += size
-                self.drained = size < len(buffer) and not self.tls
-                return size
+        size = self.attempt(self.sock.recv_into, buffer, READ)
+        self.received += size
+        # With TLS the socket may hold bytes that the system knows nothing of.
+        self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
+        return size
 
     def write(self, data: Any) -> int:
+        return self.attempt(self.sock.send, data, WRITE)
+
+    def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
             try:
-                return self.sock.send(data)
+                return call(data)
             except AGAIN:
-                self.wait(WRITE)
+                self.wait(events)
             except OSError as error:
                 raise self.gone(str(error)) from None
 
@@ -3346,11 +3682,11 @@ class Stream(io.RawIOBase):
         return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+        """Nothing is buffered; http.client flushes files after it closed the socket."""
 
     def close(self) -> None:
         if not self.closed:
-            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+            with suppress(OSError):  # wakes threads that wait on it; close() does not
                 self.sock.shutdown(socket.SHUT_RDWR)
             self.sock.close()
         super().close()
@@ -3360,7 +3696,7 @@ class Stream(io.RawIOBase):
 
 
 def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    """A line with its end. Raises TooLong, and EOFError when the file ends before."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
         raise TooLong("a line is too long")
@@ -3370,8 +3706,7 @@ def read_line(file: Any, limit: int) -> bytes:
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
-    time, and a request needs two dozen."""
+    """Headers with an index: the library's look-ups go through all lines each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -3386,91 +3721,89 @@ class Fields(http.client.HTTPMessage):
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
-        """The members of a header that is a list, over all of its lines, in lower case."""
+        """The members of a header that is a list, in lower case."""
         return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+    def end_to_end(self, *drop: str) -> Iterator[tuple[str, str]]:
+        """The headers that a proxy passes on, without `drop`. Connection may list more, but not
+        Content-Length: without it the body would be taken for the next message."""
+        listed = set(self.members("connection")) - {"content-length"}
+        dropped = HOP_BY_HOP.union(drop, listed)
+        return (item for item in self.raw_items() if item[0].lower() not in dropped)
+
+    def body_length(self) -> int | None:
+        """Content-Length. Raises BadMessage unless all values are equal plain numbers: int() takes
+        +5 and 1_0 as well, and of two lengths the library takes the first."""
+        values = self.all("content-length")
+        if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
+            raise BadMessage("bad Content-Length")
+        return int(values[0]) if values else None
 
 
 def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
-
-    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
-    line without a colon, keeps folded lines, and takes more than twice as long."""
-    headers, count = Fields(), 0
+    """Header lines (RFC 9112 section 5) up to the blank line. parse_headers() of the library splits
+    them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
+    ones, and takes more than twice as long."""
+    headers = Fields()
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
+        if len(headers) >= HEADER_LIMIT:
+            raise TooLong("too many header lines")
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
             raise BadMessage("bad header line")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-        count += 1
-        if count > HEADER_LIMIT:
-            raise TooLong("too many header lines")
     return headers
 
 
-def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The headers that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next
-    message."""
-    drop |= set(headers.members("connection")) - {"content-length"}
-    return (item for item in headers.raw_items() if item[0].lower() not in drop)
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
-    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
-    values = headers.all("content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadMessage("bad Content-Length")
-    return int(values[0])
-
-
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
-
-    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
-    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage, EOFError and, for more
+    than `limit` bytes, Refused. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what
+    ends a chunk, and takes the connection's end for the end of the trailers."""
+    total = 0
     while True:
-        line = file.readline(CHUNK_LINE_LIMIT)
+        line = read_line(file, CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
-            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
-                raise EOFError("the connection ended before a chunk")
             raise BadMessage("bad chunk size")
-        size = int(found[1], 16)
-        if not size:
+        left = int(found[1], 16)
+        if not left:
             break
-        limit -= size
-        if limit < 0:
-            raise BodyTooLong
-        left, end = size + 2, b""  # a line end follows the payload
+        total += left
+        if total > limit:
+            raise Refused(413, TOO_LONG % limit)
         while left:
             data = file.read1(min(left, PIECE_BYTES))
             if not data:
                 raise EOFError("the connection ended in the middle of a chunk")
-            payload = data[: max(0, left - 2)]
             left -= len(data)
-            end = (end + data[-2:])[-2:]
-            if not left and end != b"\r\n":
+            end = b"" if left else read_line(file, 2)
+            if end not in (b"", b"\r\n"):
                 raise BadMessage("a chunk is longer than its size")
-            yield line + data, payload, False
+            yield line + data + end, data
             line = b""
-    trailer, room = b"", HEAD_LIMIT
-    while trailer != b"\r\n":
-        trailer = read_line(file, room)
-        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+    while line[-4:] != b"\r\n\r\n":
+        trailer = read_line(file, HEAD_LIMIT - len(line))
+        if not TRAILER_LINE.fullmatch(trailer):
             raise BadMessage("bad trailer")
         line += trailer
-        room -= len(trailer)
-    yield line, b"", True
+    yield line, b""
+
+
+def read_plain(file: Any, left: int) -> Iterator[Part]:
+    """A body of that length as it comes. Raises EOFError if it is cut: read1() of HTTPResponse
+    hides that."""
+    while left:
+        data = file.read1(min(left, PIECE_BYTES))
+        if not data:
+            raise EOFError("the connection ended before the body did")
+        left -= len(data)
+        yield data, data
 
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received, but for an absolute target: that has become a path."""
+    """A request's head, as received, but for an absolute target: that is a path."""
 
     method: str
     path: str  # with the query; a character for each byte
@@ -3479,102 +3812,60 @@ class Request:
     length: int | None = None  # Content-Length
     chunked: bool = False
 
-    @property
-    def target(self) -> bytes:
-        return self.path.encode("latin-1")
-
     def get(self, name: str) -> str:
         """A header's value, the first one if there are several, or ''."""
         return next(iter(self.headers.all(name.lower())), "")
 
 
-def from_other_site(request: Request) -> bool:
-    """Whether a browser says that a page of another site sends this."""
-    scheme, _, place = request.get("origin").lower().partition("://")
-    foreign = scheme in ("http", "https") and place != request.get("host").lower()
-    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
+# --- the model server's side ----------------------------------------------------------------------
 
 
 class Response(http.client.HTTPResponse):
     """An answer of the model server."""
 
     _method: str  # of the request
-    fp: Any  # a BufferedReader on the connection's Stream, until release()
+    fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     length: int | None
 
     def begin(self) -> None:
-        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
+        `chunked`, has a `length`, or ends when the connection does.
 
-        The library takes 103 for the answer, and has no strict parser."""
+        The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
         for _ in range(INTERIM_LIMIT):
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
                 raise BadMessage("bad status line")
-            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
-            self.status = self.code = int(match[2])
-            if self.status == 101:
-                raise BadMessage("it switches to another protocol unasked")
-            if self.status >= 200:
+            headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
+            self.status, reason = int(match[1]), match[2] or b""
+            if self.status >= 200 or self.status == 101:
                 break
-        else:
-            raise BadMessage("interim answers without end")
-        self.version = 10 + int(match[1])
-        self.reason = (match[3] or b"").decode("latin-1")
-        self.set_framing()
-
-    def set_framing(self) -> None:
-        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
-        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        if self.status < 200:
+            raise BadMessage("it switches to another protocol, or has no final answer")
+        self.reason = reason.decode("latin-1")
+        coding = ",".join(headers.all("transfer-encoding")).strip().lower()
         self.chunked = False
-        self.length = None if coding else body_length(self.headers)
+        self.length = None if coding else headers.body_length()
         if self._method == "HEAD" or self.status in (204, 304):
             self.length = 0
-        elif coding:
-            if coding != "chunked":
-                raise BadMessage("unknown Transfer-Encoding")
-            self.chunked = True
-        ended_by_close = not self.chunked and self.length is None
-        closes = "close" in self.headers.members("connection")
-        self.closing = self.version == 10 or closes or ended_by_close
-        # llama-server says keep-alive and closes the connection after a streamed answer.
-        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
-        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        elif coding not in ("", "chunked"):
+            raise BadMessage("unknown Transfer-Encoding")
+        else:
+            self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Part]:
-        """The body as it comes; where only closing tells its end, coded in chunks."""
-        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
-
-    def plain_pieces(self) -> Iterator[Part]:
-        """Raises EOFError when the body is cut: the library's read1() hides that."""
-        if self.length is None:
-            while data := self.fp.read1(PIECE_BYTES):
-                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
-            yield b"0\r\n\r\n", b"", True
-        elif not self.length:
-            yield b"", b"", True
+        """The body as it comes; coded in chunks where only closing tells its end."""
+        if self.chunked:
+            yield from read_chunks(self.fp)
+        elif self.length is not None:
+            yield from read_plain(self.fp, self.length)
         else:
-            while self.length:
-                data = self.fp.read1(min(self.length, PIECE_BYTES))
-                if not data:
-                    raise EOFError("the connection ended before the body did")
-                self.length -= len(data)
-                yield data, data, not self.length
-
-    def release(self) -> bool:
-        """Let go of the connection, at the end of the body; False if it cannot be used again: there
-        are bytes that nobody asked for, or its end."""
-        reader, self.fp = self.fp, None
-        try:
-            reader.peek(1)
-        except BlockingIOError:
-            reader.detach()  # else it would close the connection
-            return True
-        except ConnectionError:
-            pass
-        return False
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data
+            yield b"0\r\n\r\n", b""
 
 
 class Upstream(http.client.HTTPConnection):
@@ -3583,42 +3874,34 @@ class Upstream(http.client.HTTPConnection):
     response_class = Response
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
+    _buffer: list[bytes]
 
-    def __init__(
-        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
-        self.expires = 0.0  # on the monotonic clock; 0: not used yet
-        self.unfinished = False  # a request was not sent whole
-        self.small_body: bytes | bytearray = b""  # goes with its head
 
     def connect(self) -> None:
-        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
         self.sock = Stream(self.sock, never_wait, ConnectionError)
 
     def _encode_request(self, request: str) -> bytes:
-        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        """The library's targets are ASCII only."""
         return request.encode("latin-1")
 
-    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
-        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
-        with it, in one packet."""
-        if message_body and len(message_body) <= PIECE_BYTES:
-            self.small_body, message_body = message_body, None
-        super().endheaders(message_body, encode_chunked=encode_chunked)
-
-    def send(self, data: Any) -> None:
-        if self.small_body:
-            data, self.small_body = data + self.small_body, b""
-        super().send(data)
+    def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
+        """The library sends head and body apart, and the server wakes up twice."""
+        head, body = b"\r\n".join([*self._buffer, b"", b""]), message_body or b""
+        self._buffer.clear()
+        if len(body) <= PIECE_BYTES:
+            head, body = head + body, b""
+        self.send(head)
+        self.send(body)
 
     def answered(self) -> bool:
-        """Read ahead while the request is still being sent: whether the final answer has begun, or
-        the connection has ended."""
+        """Read ahead: whether the final answer has begun, or the connection has ended."""
         stream = self.sock
         try:
             data = stream.sock.recv(PIECE_BYTES)
@@ -3633,50 +3916,8 @@ class Upstream(http.client.HTTPConnection):
         return final or not data or len(stream.ahead) > HEAD_LIMIT
 
 
-class Pool:
-    """Idle connections to the backend, the newest used first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: list[Upstream] = []
-
-    def take(self) -> Upstream | None:
-        """The newest; the caller must see whether the server has closed it."""
-        with self.lock:
-            upstream = self.idle.pop() if self.idle else None
-        if upstream is None or time.monotonic() < upstream.expires:
-            return upstream
-        upstream.close()
-        return None
-
-    def give(self, upstream: Upstream, response: Response) -> None:
-        """Keep a connection whose answer was read to its end, as long as the server says
-        (Keep-Alive: timeout)."""
-        seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
-            seconds = min(seconds, int(told[1]) - 1.0)
-        upstream.sock.wait = never_wait
-        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
-            upstream.close()
-            return
-        upstream.expires = time.monotonic() + seconds
-        with self.lock:
-            self.idle.append(upstream)
-            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
-        if oldest is not None:
-            oldest.close()
-
-    def close(self, until: float = float("inf")) -> None:
-        """Close the connections that may not be used after that time; without one, all."""
-        with self.lock:
-            old = [upstream for upstream in self.idle if upstream.expires <= until]
-            self.idle = [upstream for upstream in self.idle if upstream.expires > until]
-        for upstream in old:
-            upstream.close()
-
-
 class Tap:
-    """Keeps the first and the last bytes of an answer as it passes, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from."""
 
     __slots__ = ("first", "last")
 
@@ -3690,17 +3931,18 @@ class Tap:
             del self.last[:-TAP_BYTES]
 
     def windows(self) -> tuple[bytes, bytes]:
-        """The start and the end of the answer; a short one whole, and b''."""
+        """(start, end) of the answer; of a short one (all of it, b"")."""
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
+
+# --- the client's side ----------------------------------------------------------------------------
 
 TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API, so that SDKs raise what their users
-    know."""
+    """An error object in the style of the dialect's API: SDKs raise what their users know."""
     dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
@@ -3721,20 +3963,17 @@ class Relay(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
+        self.config = self.proxy.config
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
         self.exchange: Any = None  # an Exchange, likewise
-        self.poller = Poll()  # of both sockets
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
-        self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.patience = self.config.header_timeout  # seconds until the next request
+        self.limit = self.config.max_body_mb << 20
         self.until = 0.0  # on the monotonic clock: the client has to send by then
-        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.held = 0  # bytes of its body
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -3743,35 +3982,37 @@ class Relay(BaseHTTPRequestHandler):
         In the library each read has a time-out of its own, so that a head may take for ever; only
         methods with a do_ function exist, and errors are HTML pages."""
         self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.close_connection, status, fault = True, 0, ""
+        self.watched = READ | HUNG_UP  # events of the client, while the server is waited for
+        self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            if self.proxy.stopping or not self.read_head():
-                self.close_connection = True
-                return
-            self.server.busy.add(self.socket)
-            self.serve(self.head)
+            if not self.proxy.stopping and self.read_head():
+                self.server.busy.add(self.socket)
+                self.serve(self.head)
         except Refused as refused:
             self.close_connection = self.linger = True
-            with contextlib.suppress(ClientGone):
-                self.send_error(refused.status, str(refused))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+            status, fault = refused.args
+            self.proxy.log.info("refused | status=%d | %s", status, fault)
+            with suppress(ClientGone):
+                self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning(
-                "%s %s | answer cut: %s", self.command, printable(self.path), cut
-            )
+            self.close_connection, fault = True, f"cut: {cut}"
         except (ClientGone, OSError, EOFError):
-            self.close_connection = True
+            self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
-            self.server.busy.discard(self.socket)
             self.server.hold(-self.held)
-            self.held = 0
+            exchange, self.exchange, self.upstream = self.exchange, None, None
+            if exchange is not None:
+                exchange.status, exchange.fault = status or exchange.status, fault
+                self.proxy.busy(-1)
+                self.proxy.finished(exchange)
+            self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
-        """Close. Unread bytes of the client would turn that into a reset, and its answer would be
-        lost (RFC 9112 9.6)."""
-        with contextlib.suppress(ClientGone, OSError):
+        """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
+        with suppress(ClientGone, OSError):
             if self.abort:  # RST is the only sign of a cut that a client without framing can see
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
@@ -3779,12 +4020,12 @@ class Relay(BaseHTTPRequestHandler):
             self.flush()
             self.socket.shutdown(socket.SHUT_WR)
             end = time.monotonic() + LINGER_SECONDS
-            self.until, self.in_body = end if self.linger else 0.0, False
+            self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
-            with contextlib.suppress(ClientGone, OSError):
+            with suppress(ClientGone, OSError):
                 file.close()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -3795,108 +4036,81 @@ class Relay(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait_for_client(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
-        when it does not read, Answered when the server's answer comes before the whole request."""
+        """Raises TimeoutError when it does not send in time, ClientGone when it does not read, and
+        Answered when the server answers already."""
+        client = self.socket.fileno()
         if events == WRITE:
-            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+            if not poll({client: WRITE}, SEND_SECONDS):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
-        left = self.until - time.monotonic()
-        if self.in_body:
-            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
-            left = min(BODY_SECONDS, left + more)
-        if self.upstream is None:
-            if not poll_one(self.socket, READ, left):
-                raise TimeoutError
-            return
-        self.watch(READ | HUNG_UP)
-        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        wanted = {client: READ}
+        if self.upstream is not None:
+            wanted[self.upstream.sock.fileno()] = READ
+        found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
-        if self.socket.fileno() not in found and self.upstream.answered():
+        if client not in found and self.upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
-        Answered when the server answers what it has not read yet."""
-        if self._headers_buffer:
-            self.flush_headers()
-        self.wfile.flush()
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ | WRITE)
-        happened, seconds = 0, self.proxy.config.read_timeout
+        """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
+        self.flush()
+        happened, seconds = 0, self.config.read_timeout
         if not self.exchange.explained:
-            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            happened = self.watch(events, min(QUIET_SECONDS, seconds))
             if not happened:
                 self.proxy.explain(self.exchange)
-                self.exchange.explained = True
-        happened = happened or self.server_events(seconds)
+        happened = happened or self.watch(events, seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ)
-            if happened & ~WRITE and self.upstream.answered():
-                raise Answered
+        if events == WRITE and happened & ~WRITE and self.upstream.answered():
+            raise Answered
 
-    def server_events(self, seconds: float) -> int:
-        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
-        while found := self.poller.poll(1000 * seconds):
-            if found == self.readable:  # as a rule
-                return READ
-            events = dict(found)
-            happened: int = events.pop(self.readable[0][0], 0)
-            for hint in events.values():
-                self.check_client(hint)
-            if happened:
-                return happened
-        return 0
-
-    def watch_client(self, seconds: float = 0.0) -> None:
-        """Wait so long; raises ClientGone as soon as the client hangs up."""
-        until = time.monotonic() + seconds
-        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
-            self.check_client(events)
-
-    def watch(self, events: int) -> None:
-        """Which events of the client are looked for while the server is waited for."""
-        self.watched = events
-        self.poller.modify(self.socket, events)
-
-    def check_client(self, events: int) -> None:
-        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
-        as it does for llama-server itself."""
-        if events & ~READ:
-            raise ClientGone
-        if not events:
-            return
-        try:
-            if not self.socket.recv(1, socket.MSG_PEEK):
+    def watch(self, events: int, seconds: float) -> int:
+        """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
+        client, until = self.socket.fileno(), time.monotonic() + seconds
+        while True:
+            wanted = {client: self.watched}
+            if self.upstream is not None:
+                wanted[self.upstream.sock.fileno()] = events | READ
+            found = poll(wanted, until - time.monotonic())
+            hint = found.pop(client, 0)
+            if hint & ~READ:
                 raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+            if hint:  # pipelined bytes, or its end
+                try:
+                    if not self.socket.recv(1, socket.MSG_PEEK):
+                        raise ClientGone
+                    self.watched = HUNG_UP  # else poll() would tell of these bytes again and again
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise ClientGone from None
+            for happened in found.values():
+                return happened
+            if not hint:
+                return 0
 
     # --- reading a request ------------------------------------------------------------------------
 
     def read_head(self) -> bool:
-        """Wait for a request and read its head; False when no more come."""
-        self.until, self.in_body = time.monotonic() + self.patience, False
+        """Wait for a request; False when no more come."""
+        self.until = time.monotonic() + self.patience
         try:
-            start = self.rfile.peek(1)[:1]
-            blank = 0
-            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
-                blank += len(self.rfile.read(1))
+            for _ in range(64):  # blank lines (RFC 9112 section 2.2)
                 start = self.rfile.peek(1)[:1]
+                if start not in (b"\r", b"\n"):
+                    break
+                self.rfile.read(1)
         except TimeoutError:
             return False
         if not start:
             return False
-        if not TOKEN_BYTES.match(start):
+        if not TOKEN_START.match(start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
-        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.until = time.monotonic() + self.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
             self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
@@ -3907,11 +4121,10 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(414, "The request's first line is too long.") from None
 
     def parse_request(self) -> bool:
-        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
-        and 6.3: smuggling shapes among it).
+        """Read a head. Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3).
 
-        The library splits the first line at any white space, makes /x of //x, reads the headers
-        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        The library splits the first line at any white space, makes /x of //x, and sees
+        `Connection: close` only where it stands alone."""
         line = self.raw_requestline
         words = line.decode("latin-1").split(" ")
         self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
@@ -3924,65 +4137,68 @@ class Relay(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
-            length = body_length(headers)
+            length = headers.body_length()
         except BadMessage as error:
             status = 431 if isinstance(error, TooLong) else 400
             raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        coding = headers.all("transfer-encoding")
-        if coding and (length is not None or old):
-            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-        if coding and [value.lower() for value in coding] != ["chunked"]:
-            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-        hosts = len(headers.all("host"))
-        if hosts > 1 or (not hosts and not old):
-            raise Refused(400, "A request needs one Host header.")
-        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
-            if len(headers.all(name.lower())) > 1:
-                raise Refused(400, f"A request can have one {name} header only.")
-        self.path = self.origin_form(self.path)
+        if absolute := re.match("(?i)https?://[^/?#]*", self.path):
+            self.path = "/" + self.path[absolute.end() :].removeprefix("/")
+        coding = [value.lower() for value in headers.all("transfer-encoding")]
+        no_path = self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*")
+        # Which of two is true cannot be told.
+        twice = any(len(headers.all(name)) > 1 for name in ("host", "origin", "sec-fetch-site"))
+        for wrong, status, text in (
+            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding."),
+            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked."),
+            (not headers.all("host") and not old, 400, "A request needs a Host header."),
+            (twice, 400, "A request can have one Host, Origin and Sec-Fetch-Site header only."),
+            (self.command == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY."),
+            (no_path, 400, "The request's target must be a path."),
+        ):
+            if wrong:
+                raise Refused(status, text)
         self.close_connection = old or "close" in headers.members("connection")
         self.head = Request(self.command, self.path, headers, old, length, bool(coding))
         return True
 
-    def origin_form(self, target: str) -> str:
-        """The path of a request's target. Raises Refused for one that a server has no answer to."""
-        if self.command == "CONNECT":
-            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
-        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
-            target = target[absolute.end() :]
-            target = target if target[:1] == "/" else "/" + target
-        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
-            raise Refused(400, "The request's target must be a path.")
-        return target
-
-    def expect(self, request: Request) -> None:
-        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
-        nothing speaks against it. The library does it as soon as it has the head."""
-        if request.get("expect").lower() != "100-continue" or request.old:
-            return
-        self.until = 0.0
-        try:
-            self.rfile.peek(1)  # the body may be here already
-        except TimeoutError:
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    def check(self, request: Request) -> None:
+        """Refuse long bodies, and what pages of other sites send, as far as browsers let them."""
+        if (request.length or 0) > self.limit:
+            raise Refused(413, TOO_LONG % self.limit)
+        host = request.get("host")
+        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
+            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+        scheme, _, place = request.get("origin").lower().partition("://")
+        foreign = scheme in ("http", "https") and place != host.lower()
+        foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if foreign and request.method == "POST" and kind != "application/json":
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes."""
-        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        self.request.received, self.in_body = 0, True
-        self.expect(request)
-        self.until = time.monotonic() + BODY_SECONDS
+        """A request's body as it comes, in its time; that of whoever takes it is not counted."""
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # the body may be here already
+            except TimeoutError:  # ask for it now, when nothing speaks against it
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        pieces = read_plain(self.rfile, request.length or 0)
+        if request.chunked:
+            pieces = read_chunks(self.rfile, self.limit)
+        size, end = 0, time.monotonic() + BODY_SECONDS
+        self.until = end
         try:
-            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                yield payload
-            while left:
-                data = self.rfile.read1(min(left, 1 << 18))
-                if not data:
-                    raise EOFError
-                left -= len(data)
+            for _, data in pieces:
+                size += len(data)
+                asked = time.monotonic()
                 yield data
-        except BodyTooLong:
-            raise Refused(413, TOO_LONG % limit) from None
+                now = time.monotonic()
+                end += now - asked
+                more = BODY_SECONDS * max(0.0, size / (1 << 20) - 1)
+                self.until = min(now + BODY_SECONDS, end + more)
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
@@ -3992,7 +4208,7 @@ class Relay(BaseHTTPRequestHandler):
             raise ClientGone from None
 
     def read_body(self, request: Request) -> bytearray:
-        """The whole body; its bytes are counted until the request has ended."""
+        """The whole body, counted until the request has ended."""
         body = bytearray()
         for data in self.body(request) if request.length or request.chunked else ():
             body += data
@@ -4005,65 +4221,24 @@ class Relay(BaseHTTPRequestHandler):
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_origin(request)
+        self.check(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
-            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
-        try:
-            self.check_length(request.length or 0)
-            if exchange.dialect is not None and request.method == "POST":
-                exchange.received = self.read_body(request)
-                if not request.get("content-encoding"):
-                    self.proxy.prepare(exchange)
-                else:
-                    exchange.report.note = "compressed"
-                    exchange.forwarded = exchange.received
-            elif request.chunked:
-                exchange.received = exchange.forwarded = self.read_body(request)
-            self.proxy.warmup.hold(exchange, self.watch_client)
-            self.forward(exchange)
-        except Refused as refused:
-            exchange.status, exchange.fault = refused.status, str(refused)
-            raise
-        except BrokenOff as cut:
-            exchange.fault = f"cut: {cut}"
-            raise
-        except (ClientGone, OSError):
-            exchange.fault = "client left"
-            raise
-        finally:
-            self.upstream = self.exchange = None
-            self.proxy.busy(-1)
-            self.proxy.finished(exchange)
-
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, TOO_LONG % limit)
-
-    def check_origin(self, request: Request) -> None:
-        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
-        host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            text = (
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
-            )
-            raise Refused(403, text)
-        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
-        kind = request.get("content-type").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json" and from_other_site(request):
-            raise Refused(403, "A web page of another site may only send application/json here.")
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The library's errors are HTML pages; these are what clients of the API understand."""
-        self.respond(code, error_body(self.path, code, message or ""))
+        if exchange.dialect is not None and request.method == "POST":
+            exchange.received = exchange.forwarded = self.read_body(request)
+            if not request.get("content-encoding"):
+                self.proxy.prepare(exchange)
+            else:
+                exchange.report.note = "compressed"
+        elif request.chunked:
+            exchange.received = exchange.forwarded = self.read_body(request)
+        self.proxy.warmup.hold(exchange, self.watch)
+        self.forward(exchange)
 
     def respond(
         self,
@@ -4075,15 +4250,12 @@ class Relay(BaseHTTPRequestHandler):
         """An answer of the proxy's own. send_response() would add Server and Date."""
         self._headers_buffer = []  # of an answer that was begun, and gives way to this one
         self.send_response_only(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        for name, value in headers:
-            self.send_header(name.decode(), value.decode("latin-1"))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        if self.close_connection:
-            self.send_header("Connection", "close")
+        told = [("Content-Type", kind), ("Content-Length", str(len(body)))]
+        told += [("Cache-Control", "no-store"), *((n.decode(), v.decode()) for n, v in headers)]
+        told += [("Retry-After", "1")] * (status == 503)
+        told += [("Connection", "close")] * self.close_connection
+        for item in told:
+            self.send_header(*item)
         self.end_headers()
         self.flush_headers()
         if self.command != "HEAD":
@@ -4091,73 +4263,34 @@ class Relay(BaseHTTPRequestHandler):
         self.flush()
 
     def end_headers(self) -> None:
-        """The library sends a head at once. Here it waits for the first bytes of the body, which
-        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        """The library sends a head at once. Here the first bytes of the body go with it, or turn
+        out to be unreadable: then the answer is a 502."""
         self._headers_buffer.append(b"\r\n")
 
-    def flush_headers(self) -> None:
-        if self._headers_buffer:
-            super().flush_headers()
-
-    # --- forwarding -------------------------------------------------------------------------------
-
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on and relay the answer. A request is repeated only when it went out on
-        a connection used before and nothing came back: the server had closed it (RFC 9112 section
-        9.3.1)."""
-        backend = self.proxy.backend
-        # A body that is passed on as it comes cannot be sent twice.
-        upstream = (
-            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
-        )
-        if upstream is not None:
-            with contextlib.suppress(http.client.RemoteDisconnected):
-                return self.forward_over(exchange, upstream)
-        try:
-            self.forward_over(exchange, self.connect())
-        except http.client.RemoteDisconnected:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
-
-    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
-        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
-        try:
-            response = self.ask(exchange, upstream)
-            self.relay(exchange, response)
-        except BaseException:
-            upstream.close()
-            raise
-        self.proxy.backend.pool.give(upstream, response)
-
-    def connect(self) -> Upstream:
-        """A new connection to the server. Raises Refused."""
+        """Send the request on, once, over a connection of its own, and relay the answer: those that
+        are kept, llama-server closes just when a request goes out."""
         backend = self.proxy.backend
         try:
-            return backend.connect()
+            self.upstream = upstream = backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(
-                status,
-                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
-                f" and is BACKEND_URL right? {USUAL_PORTS}",
-            ) from None
-
-    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """Send a request and read the answer's head."""
-        stream = upstream.sock
-        stream.wait, stream.received = self.wait_for_server, 0
-        self.upstream, self.poller = upstream, Poll()
-        self.poller.register(stream, READ)
-        self.readable = [(stream.fileno(), READ)]
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
+            text = f"The model server at {backend.name()} cannot be reached ({error})."
+            text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
+            raise Refused(status, text) from None
         try:
-            # The client may have left by now, and what an idle connection has is its end.
-            if self.server_events(0) and upstream.expires:
-                raise ConnectionResetError
-            self.send_request(exchange, upstream)
+            self.relay(self.ask(upstream, exchange), exchange)
+        finally:
+            upstream.close()
+
+    def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
+        """Send a request and read the answer's head. Raises Refused."""
+        backend, stream = self.proxy.backend, upstream.sock
+        stream.wait = self.wait_for_server
+        try:
+            self.watch(READ, 0)  # the client may have left by now
+            self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
         except TimeoutError as late:
@@ -4166,84 +4299,62 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
             if not stream.received:
-                raise http.client.RemoteDisconnected("") from None
-            text = "The model server closed the connection in the head of its answer."
-            raise Refused(502, text) from None  # not repeated: the server may have run it
+                backend.lost()
+            text = f"The model server at {backend.name()} closed the connection without an answer"
+            raise Refused(502, f"{text}; its log may say why.") from None
 
-    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
-        """Line, Host, the client's own headers in order, the body's length, the body."""
+    def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
         request, body = exchange.request, exchange.forwarded
-        target = under(upstream.url, request.target).decode("latin-1")
-        upstream.unfinished = True
+        passes = body is None and request.length  # as it comes
+        target = under(upstream.url, request.path)
         try:
             upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             upstream.putheader("Host", upstream.url.netloc)
-            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+            for name, value in request.headers.end_to_end(*WRITTEN_ANEW):
                 upstream.putheader(name, value)
             if exchange.trace.conversation:
                 upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
             if request.chunked or request.length is not None:
-                length = request.length or 0 if body is None else len(body)
+                length = request.length if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if body is None and request.length:
-                self.pass_body(request, upstream)
-            upstream.unfinished = False
+            for data in self.body(request) if passes else ():
+                upstream.send(data)
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
-            if body is None and request.length:  # the rest must not become the next request
+            if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream) -> None:
-        """Send a body on as it comes. The time that the server takes is not the client's."""
-        for data in self.body(request):
-            begun = time.monotonic()
-            upstream.send(data)
-            self.until += time.monotonic() - begun
-        self.watch(READ | HUNG_UP)
-
-    # --- relaying ---------------------------------------------------------------------------------
-
-    def relay(self, exchange: Exchange, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
-        off."""
+    def relay(self, response: Response, exchange: Exchange) -> None:
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        old = exchange.request.old
-        by_length = response.length is not None
+        old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
+        if response.headers.all("content-encoding"):
+            exchange.tap = None
         self.send_response_only(response.status, response.reason)
-        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
-        for name, value in end_to_end(response.headers, drop):
-            self.send_header(name, value)
+        for item in response.headers.end_to_end(*["content-length"] * response.chunked):
+            self.send_header(*item)
+        for item in self.proxy.diagnosis(exchange).items():
+            self.send_header(*item)
         if not by_length and not old:
             self.send_header("Transfer-Encoding", "chunked")
-        for line in self.proxy.diagnosis(exchange):
-            name, _, value = line.decode().partition(": ")
-            self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if response.headers.all("content-encoding"):
-            exchange.tap = None
         try:
-            self.pump(exchange, response)
+            for received, payload in response.pieces():
+                if exchange.tap is not None:
+                    exchange.tap.add(payload)
+                self.flush_headers()
+                self.wfile.write(payload if old else received)
+            self.flush()
         except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-
-    def pump(self, exchange: Exchange, response: Response) -> None:
-        """Send the client an answer's body, with its head in front."""
-        tap, old = exchange.tap, exchange.request.old
-        for received, payload, _ in response.pieces():
-            if tap is not None:
-                tap.add(payload)
-            if self._headers_buffer:
-                self.flush_headers()
-            self.wfile.write(payload if old else received)
-        self.flush()
 
 
 class Exchange:
@@ -4270,10 +4381,6 @@ class Exchange:
         self.stream = False
         self.tap = Tap() if dialect is not None else None
 
-    def key(self) -> str:
-        """The client's key, for questions about its own request."""
-        return self.request.get("authorization").removeprefix("Bearer ")
-
     def size(self) -> int:
         """Bytes of the bodies."""
         same = self.forwarded is self.received
@@ -4287,127 +4394,107 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
-OWNERS = {
-    "llamacpp": "llama-server",
-    "organization_owner": "LM Studio",
-}  # owned_by in /v1/models -> product
+# owned_by in /v1/models -> product
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}
+# status of /v1/models -> what that means
+STATES = {401: "it wants an API key", 403: "it wants another API key"}
+STATES[503] = "it is loading its model"
 
 
 class Backend:
-    """Where the model server is. With BACKEND_URL unset it is looked for again whenever it is not
-    there."""
+    """Where the model server is; with BACKEND_URL unset it is looked for when it is not there."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.pool = config, Pool()
+        self.config = config
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
+        self.address = ""  # of localhost, that took a connection last
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.looking = threading.Lock()
-        self.tls = None  # one for all connections; http.client would build one for each
+        self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
-            self.tls.set_alpn_protocols(["http/1.1"])
 
     def name(self) -> str:
         url = self.url
         return url.geturl() if url else " or ".join(CANDIDATES)
 
-    def locate(self) -> urllib.parse.SplitResult:
-        """The server's URL. Raises OSError when none is set and none answers."""
-        url = self.url  # read once: lost() in another thread may clear it
-        if url is None:
-            with self.looking:
-                url = self.url = self.url or self.look()
+    def locate(self) -> Url:
+        """The server's URL. Raises OSError when none is set and none answers. One look a second
+        serves all who wait."""
+        with self.looking:
+            url = self.url
+            if url is None and time.monotonic() >= self.next_look:
+                url = self.url = next(
+                    filter(self.answers, map(urllib.parse.urlsplit, CANDIDATES)), None
+                )
+                self.next_look = time.monotonic() + 1
         if url is None:
             raise ConnectionRefusedError("no server answers there")
         return url
 
-    def look(self) -> urllib.parse.SplitResult | None:
-        """The first candidate that answers like a model server. One look a second serves all who
-        wait: a candidate that hangs takes a second."""
-        if time.monotonic() < self.next_look:
-            return None
-        for url in map(urllib.parse.urlsplit, CANDIDATES):
-            if url.port != self.config.listen_port:  # that is this proxy
-                _, answer = fetch(url, "/v1/models", 1.0)
-                if any(key in members(answer) for key in ("data", "models", "error")):
-                    return url
-        self.next_look = time.monotonic() + 1
-        return None
+    def answers(self, url: Url) -> bool:
+        """Whether there is a model server."""
+        if url.port == self.config.listen_port:  # that is this proxy
+            return False
+        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError.
-
-        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
-        only. With TLS the name stays: the certificate has it."""
+        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
+        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
         url = self.locate()
-        host = url.hostname or ""
-        several = host == "localhost" and url.scheme == "http"
-        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        names = dict.fromkeys([url.hostname or ""])
+        if url.hostname == "localhost" and url.scheme == "http":
+            names = dict.fromkeys([self.address or "127.0.0.1", "127.0.0.1", "::1"])
         faults = []
-        for name in dict.fromkeys(names):
+        for name in names:
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
+                self.address = name
+                return upstream
             except OSError as error:
                 faults.append(error)
                 upstream.close()
-            else:
-                self.last_good[host] = name
-                return upstream
         raise faults[0]
 
     def lost(self) -> None:
         """Note that the server was away."""
         self.lost_at = time.monotonic()
-        self.pool.close()
         if not self.config.backend_url:
             self.url = None
 
     def ask(
         self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
     ) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
-        cannot be reached."""
+        """What fetch() returns of a question to the server."""
         try:
-            return fetch(self.locate(), path, timeout, key or self.key, body)
+            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
         except OSError as error:
             return 0, str(error)
 
     def describe(self) -> Json:
-        """Product, build, model, slots and context, as far as the server tells; {} when it does not
-        answer."""
-        found: Json = {}
-        status, props = self.ask("/props")
-        if (
-            status == 200 and isinstance(props, dict) and "error" not in props
-        ):  # LM Studio says 200 to any path
-            context = members(props.get("default_generation_settings")).get("n_ctx")
-            found.update(
-                product="llama-server",
-                build=props.get("build_info"),
-                slots=props.get("total_slots"),
-            )
-            found.update(
-                context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1]
-            )
-        status, models = self.ask("/v1/models")
-        if status:
-            model = members(next(iter(listed(members(models).get("data"))), None))
-            owner = str(model.get("owned_by") or "")
-            found.setdefault(
-                "product",
-                OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"),
-            )
-            found["model"] = found.get("model") or model.get("id")
+        """What the server tells of product, build, model, slots and context; {} without answer."""
+        status, answer = self.ask("/props")
+        props = members(answer) if status == 200 else {}
+        if "error" in props:  # LM Studio says 200 to any path
+            props = {}
+        status, answer = self.ask("/v1/models")
+        if not props and not status:
+            return {}
+        model = members(next(iter(listed(members(answer).get("data"))), None))
+        owner = str(model.get("owned_by") or "")
+        other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        path = str(props.get("model_path") or "")
+        found = {
+            "product": "llama-server" if props else other,
+            "build": props.get("build_info"),
+            "slots": props.get("total_slots"),
+            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+        }
         if status not in (0, 200):
-            states = {
-                401: "it wants an API key",
-                403: "it wants another API key",
-                503: "it is loading its model",
-            }
-            found["state"] = states.get(status, f"it answers {status} to /v1/models")
+            found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
         return {key: value for key, value in found.items() if value not in (None, "")}
 
 
@@ -4418,29 +4505,16 @@ def members(value: Any) -> Json:
 
 def described(found: Json) -> str:
     """What describe() found, for people."""
-    return ", ".join(
-        f"{value}" if key in ("product", "state") else f"{key} {value}"
-        for key, value in found.items()
-    )
+    plain = ("product", "state")
+    return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-def http_connection(
-    url: urllib.parse.SplitResult, timeout: float, host: str = "", tls: Any = None
-) -> http.client.HTTPConnection:
-    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms
-    to build."""
-    host = host or url.hostname or ""
-    if url.scheme == "https":
-        return http.client.HTTPSConnection(host, url.port, timeout=timeout, context=tls)
-    return http.client.HTTPConnection(host, url.port, timeout=timeout)
-
-
-def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
+def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
-    prefix = url.path.rstrip("/").encode()
-    if target == b"*" or not prefix:
+    prefix = url.path.rstrip("/")
+    if target == "*":
         return target
-    if prefix.endswith(b"/v1") and re.match(rb"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
         prefix = prefix[:-3]
     return prefix + target
 
@@ -4449,37 +4523,36 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def http_connection(url: Url, timeout: float) -> http.client.HTTPConnection:
+    """For kvproxy's own questions."""
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=timeout)
+
+
 def fetch(
-    url: urllib.parse.SplitResult,
+    url: Url,
     path: str,
     timeout: float,
-    key: str = "",
+    headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
+    opened: Callable[[socket.socket], None] | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
-    when it fails."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
+    `opened` is called with the socket."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
-            connection.request(method, target, body, headers | bearer(key))
+            connection.connect()
+            if opened is not None:
+                opened(connection.sock)
+            sent = {"Content-Type": "application/json", **(headers or {})}
+            connection.request("GET" if body is None else "POST", under(url, path), body, sent)
             response = connection.getresponse()
             text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
-    with contextlib.suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         return response.status, json.loads(text)
     return response.status, text
-
-
-def descriptors() -> int:
-    """How many sockets and files this process may have open."""
-    try:
-        import resource
-    except ImportError:  # Windows sets no limit that matters here
-        return sys.maxsize
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 class Server(ThreadingHTTPServer):
@@ -4492,14 +4565,19 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        # add, discard, pop, list() and len() need no lock
         self.open: set[socket.socket] = set()
-        self.busy: set[socket.socket] = set()  # those with a request being served
-        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.busy: set[socket.socket] = set()  # a request of theirs is being served
+        self.waiting: dict[socket.socket, None] = {}  # their clients have to send; oldest first
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
-        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
+        self.most_open = proxy.config.max_connections
+        with suppress(ImportError):  # Windows sets no limit that matters here
+            import resource
+
+            descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if descriptors != resource.RLIM_INFINITY:
+                self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -4520,12 +4598,8 @@ class Server(ThreadingHTTPServer):
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
-    def service_actions(self) -> None:
-        """Called a few times a second."""
-        self.proxy.backend.pool.close(time.monotonic())
-
     def hold(self, size: int) -> bool:
-        """Add to the bytes of bodies in memory; whether they may be so many."""
+        """Count bytes of bodies in memory; whether there may be so many."""
         with self.guard:
             self.held += size
             return self.held <= self.most_held
@@ -4533,26 +4607,21 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
-            with contextlib.suppress(RuntimeError):  # can't start new thread
+            with suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body(
-            "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
-        )
-        head = (
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        )
-        with contextlib.suppress(OSError):
-            request.settimeout(1)
+        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
+        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        with suppress(OSError):
+            request.settimeout(0.2)
             request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(0.2)
             request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
 
     def make_room(self) -> bool:
         """End the connection that has been idle, or sending its request, for longest."""
-        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+        with suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
             oldest = next(iter(self.waiting))
             del self.waiting[oldest]
             self.open.discard(oldest)
@@ -4565,12 +4634,12 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def hang_up(self, everything: bool) -> int:
-        """End idle connections, or all; returns how many are still busy."""
+        """End idle connections, or all; returns how many are left."""
         for connection in list(self.open):
             if everything or connection not in self.busy:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        return len(self.busy)
+        return len(self.open if everything else self.busy)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
@@ -4580,13 +4649,16 @@ CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+REMOVED = (
+    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
+    " lifted={lifted} dropped={dropped}"
+)
 
 
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread. `url` is its base URL.
-    """
+    Use it as a context manager, or call start() and stop() from any thread."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -4596,8 +4668,7 @@ class Proxy:
         self.editor = Editor(self.config)
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
         self.reader = Reader(self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 19)
-        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
+        self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -4607,9 +4678,7 @@ class Proxy:
         self.running, self.last_end = 0, time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.allowed = {
-            name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
-        }
+        self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
     # --- life -------------------------------------------------------------------------------------
@@ -4620,18 +4689,15 @@ class Proxy:
         with self.life:
             if self.server is not None:
                 return self
-            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
-                try:
-                    part.open()
-                except OSError as error:
-                    path = getattr(self.config, name)
-                    raise cannot_write(name.upper(), path, error) from None
+            with stops_the_start("CAPTURE_FILE", self.config.capture_file):
+                self.capture.open()
+            with stops_the_start("WARMUP_FILE", self.config.warmup_file):
+                self.warmup.open()
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
-            self.thread = threading.Thread(
-                target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True
-            )
+            serve = self.server.serve_forever
+            self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
         return self
 
@@ -4643,22 +4709,17 @@ class Proxy:
                 return
             self.stopping = True
             self.warmup.stop()
-            with contextlib.suppress(OSError):
-                server.socket.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes the thread that waits in it, on Linux
+            with suppress(OSError):
+                server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
             server.shutdown()
             server.server_close()
-            until = time.monotonic() + grace
-            while server.hang_up(False) and time.monotonic() < until:
-                time.sleep(0.02)
-            server.hang_up(True)
-            until = time.monotonic() + 2
-            while server.open and time.monotonic() < until:
-                time.sleep(0.005)
+            for everything, seconds in ((False, grace), (True, 2.0)):
+                until = time.monotonic() + seconds
+                while server.hang_up(everything) and time.monotonic() < until:
+                    time.sleep(0.01)
             self.thread.join(5)
-            self.backend.pool.close()
-            self.capture.close()
+            with suppress(OSError):
+                self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
@@ -4679,36 +4740,46 @@ class Proxy:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
         match = HOST.fullmatch(host.lower())
-        if not match:
-            return False
-        name = match[1].strip("[]")
+        name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         local = name.endswith(private) or not re.search(r"[.:]", name)
-        return local or name in self.allowed or address_of(name) is not None
+        return bool(name) and (local or name in self.allowed or address_of(name) is not None)
+
+    @contextlib.contextmanager
+    def faults_logged(self, what: str) -> Iterator[None]:
+        """A fault of kvproxy is logged, and no client notices."""
+        try:
+            yield
+        except Exception:
+            self.log.exception(what)
 
     # --- before a request is forwarded ------------------------------------------------------------
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
-        raw = exchange.received
-        assert raw is not None
-        exchange.forwarded = raw
-        try:
-            self.edit(exchange, raw)
-        except Unreadable as error:
-            exchange.report, exchange.view = Report(note=str(error)), None
-        except RecursionError:  # what was parsed may be too deep for what comes after it
-            exchange.report, exchange.view = Report(note="nested too deeply"), None
-        except Exception:
-            exchange.report, exchange.view = Report(note="internal error"), None
-            self.log.exception("a body could not be edited and was forwarded as it came")
+        note = "internal error"
+        with self.faults_logged("a body could not be edited and was forwarded as it came"):
+            try:
+                self.edit(exchange)
+                return
+            except Unreadable as error:
+                note = str(error)
+            except RecursionError:  # what was parsed may be too deep for what comes after it
+                note = "nested too deeply"
+        exchange.report, exchange.view, exchange.forwarded = (
+            Report(note=note),
+            None,
+            exchange.received,
+        )
 
-    def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
-        dialect, report = exchange.dialect, exchange.report
-        assert dialect is not None
+    def edit(self, exchange: Exchange) -> None:
+        raw, dialect, report = exchange.received, exchange.dialect, exchange.report
+        assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        client, learn = self.client(exchange), not exchange.counting
+        # Nobody's text may reach anybody else's prompt.
+        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        learn = not exchange.counting
         exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
@@ -4716,51 +4787,36 @@ class Proxy:
         if report.edits():
             exchange.forwarded = view.dump()
 
-    def client(self, exchange: Exchange) -> bytes:
-        """Whose request it is: a digest of the key that it carries and of where it comes from.
-        Nobody's text may reach anybody else's prompt."""
-        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
-        return digest(exchange.address, *headers)
-
     # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
-        """Compare a request with those before it: once, when the server is silent or has
-        answered."""
-        view, received = exchange.view, exchange.received
-        if view is None or received is None or exchange.counting or exchange.explained:
-            return
+        """Compare a request with those before it, once."""
+        view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
-        agent = "x-claude-code-agent-id"
+        if view is None or received is None or exchange.counting or explained:
+            return
+        agent, original = "x-claude-code-agent-id", None
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
-        try:
-            prompt = Prompt(view, *told)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
+        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
+        with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
                 original = view_of(parse(received), view.dialect)
-                prompt = Prompt(original, *told) if original is not None else prompt
-            straight = self.received.judge(prompt)
-            exchange.straight, case.moved = straight.verdict.share, straight.whole
-        except RecursionError:
-            pass  # nested so deeply that no server reads it
-        except Exception:
-            self.log.exception("a request could not be explained")
+            sent = Prompt(original) if original is not None else None
+            prompt = Prompt(view, *told, sent)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            case.idle = exchange.started - self.last_end
+            exchange.verdict, exchange.straight = case.verdict, case.straight
 
-    def diagnosis(self, exchange: Exchange) -> list[bytes]:
-        """The response header lines for a request that has X-Cache-Diagnostic: true."""
+    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
+        """The response headers for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
-            return []
+            return {}
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
-        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
-        removed |= {"lifted": report.lifted, "dropped": report.dropped}
-        told = " ".join(f"{name}={count}" for name, count in removed.items())
-        fields: Json = {"Removed": told, "Replayed": report.replayed}
+        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
         if verdict is not None:
-            fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
-        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields.items()]
+            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
+        return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
     def busy(self, change: int) -> None:
         """Count a request in (1) or out (-1)."""
@@ -4774,45 +4830,49 @@ class Proxy:
         """Read an answer's numbers and record the request; if less was reused than should have
         been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
-        answered = exchange.status == 200
-        try:
-            if answered or (exchange.sent and not exchange.status):  # or the client left
-                self.explain(exchange)
-            elif exchange.status == 503:  # llama-server: loading its model
-                self.backend.lost_at = exchange.ended
-            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
-            if record := exchange.trace.record:
-                record.answer = heard_answer(first, last) if answered else None
-                record.tap = None
-            if exchange.status == 400 and CONTEXT_FULL.search(first):
-                self.replay.overflowed(exchange.trace)
-            if not answered:
-                exchange.verdict = exchange.case = None
-            else:
-                exchange.usage = usage_of(first, last)
-            if exchange.verdict is not None:
-                self.warmup.remember(exchange)
-            exchange.tap = exchange.view = None
-            exchange.trace = Trace(exchange.trace.conversation)
+        with self.faults_logged("a finished request could not be recorded"):
+            self.settle(exchange)
             case = exchange.case
             lost = case is not None and missing_tokens(case, exchange.usage)
             if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
+
+    def settle(self, exchange: Exchange) -> None:
+        """Read the end of an answer, and let go of what is needed no longer."""
+        answered = exchange.status == 200
+        if answered or (exchange.sent and not exchange.status):  # or the client left
+            self.explain(exchange)
+        elif exchange.status == 503:  # llama-server: loading its model
+            self.backend.lost_at = exchange.ended
+        first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        if record := exchange.trace.record:
+            record.answer = heard_answer(first, last) if answered else None
+            record.tap = None
+        if exchange.status == 400 and CONTEXT_FULL.search(first):
+            self.replay.overflowed(exchange.trace)
+        if answered:
+            exchange.usage = usage_of(first, last)
+        else:
+            exchange.verdict = exchange.case = None
+        if exchange.verdict is not None:
+            self.warmup.remember(exchange)
+        exchange.tap = exchange.view = None
+        exchange.trace = Trace(exchange.trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
         """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
         asked for its slots, and how it renders the prompts, once it is idle."""
         case, exchange.case = exchange.case, None
-        try:
+        server: Json = {}
+        with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
-                    case.server = self.backend.describe()
+                    server = self.backend.describe()
+                    case.slots = server.get("slots")
                 settle(case, exchange.usage, self.config)
-                if case.server and case.verdict.name == "lost":
+                if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
@@ -4823,62 +4883,34 @@ class Proxy:
                     self.log.info("%s", line)
             if warning:
                 self.log.warning("%s", warning)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
-        finally:
-            if ask:
-                self.asking.release()
+        if ask:
+            self.asking.release()
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Have the server render a prompt and the one that it goes on from; if it renders old turns
         in another way than before, that is why it had to read them again."""
-        base, prompts = case.base, list[str]()
+        verdict, base, prompts = case.verdict, case.base, list[str]()
         with self.metrics.guard:
-            kept = {one.number: one for one in self.metrics.recent}
-        before = kept.get(base.number) if base is not None and case.whole else None
+            number = base.number if base is not None and case.whole else 0
+            before = next((one for one in self.metrics.recent if one.number == number), None)
         if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
             return
+        key = exchange.request.get("authorization").removeprefix("Bearer ")
         for one in (before, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
-        at = common_prefix(*prompts)
-        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
-            return
-        turns = [*base.names[base.first :], ""]
-        where, place = turns[0], 0
-        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
-            found = prompts[0].find(text.strip()[:60], place, at)
-            if found >= 0:
-                where, place = following, found
-        verdict = case.verdict
-        verdict.name, verdict.kind, verdict.where = "template", "template", where
-        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
-        verdict.advice = (
-            f"the chat template renders {where} otherwise than before"
-            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
-            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
-        )
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
-        tools with the five largest, turns."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        sizes: collections.Counter[str] = collections.Counter()
-        for name, text in segments_of(view) if view is not None else ():
-            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
-        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
-        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
-        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
-        turns = round(sizes["turn"] * rate)
-        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
+        rendered_otherwise(verdict, base, *prompts)
+        if verdict.name == "template":
+            verdict.advice = (
+                f"the chat template renders {verdict.where} otherwise than before"
+                f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+                f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address that a text is; None of any other."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         address = ipaddress.ip_address(host.split("%")[0])
         return getattr(address, "ipv4_mapped", None) or address
     return None
@@ -4907,31 +4939,29 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: the line, and a second one when a prompt was not reused for a
-    reason."""
-    request, report, usage = exchange.request, exchange.report, exchange.usage
-    verdict, status = exchange.verdict, exchange.status
+    """The log of one request: a line, and another one when a prompt was not reused for a reason."""
+    request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        counts = {name: count for name, count in vars(report).items() if name != "note"}
+        counts = dict(vars(exchange.report))
+        note = counts.pop("note")
         parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
         parts.append(f"stream={exchange.stream}")
         parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
             share = 100 * usage.cached / usage.prompt
             parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
-        elif status == 200 and not exchange.counting:
+        elif exchange.status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         parts.append(verdict.title() if verdict is not None else "")
-        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
-    if status != 200 or len(parts) == 1:
-        parts.append(f"status={status or '-'}")
+        parts.append(f"forwarded as it came: {note}" if note else "")
+    if exchange.status != 200 or len(parts) == 1:
+        parts.append(f"status={exchange.status or '-'}")
+    reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
-    if verdict is not None and verdict.line() and not verdict.side:
-        lines.append("    " + verdict.line())
-    return lines
+    return [*lines, "    " + reason] if reason else lines
 
 
 class Metrics:
@@ -4943,11 +4973,8 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
         self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
-        self.bodies, self.kept = collections.deque(), 0  # bytes of them
-        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        self.window = collections.deque(maxlen=20)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
@@ -4959,38 +4986,35 @@ class Metrics:
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
         verdict, report, counts = exchange.verdict, exchange.report, self.counts
+        prompt, cached = exchange.usage.prompt, exchange.usage.cached
         with self.guard:
             self.number += 1
             exchange.number = self.number
             counts["status", str(exchange.status)] += 1
-            if report.edits():
-                for name, number in vars(report).items():
-                    if number and name not in ("items", "items_modified", "note"):
-                        counts["kind", name] += number
+            for name, number in vars(report).items() if report.edits() else ():
+                if number and name not in ("items", "items_modified", "note"):
+                    counts["kind", name] += number
             if report.note:
                 counts["reason", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None and self.config.keep_requests:
+            if exchange.dialect is not None:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
             counts["verdict", verdict.name] += 1
-            prompt, cached = exchange.usage.prompt, exchange.usage.cached
             if prompt is None or cached is None:
                 return ""
             counts["state", "reused"] += cached
             counts["state", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
-            name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
             self.window.append((cached, prompt, verdict.name))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
-        the rate of all long reads."""
+        """Add the time of tokens that would have been read without kvproxy, at the rate of all
+        long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
@@ -5006,8 +5030,7 @@ class Metrics:
         return sum(cached for cached, _, _ in self.window) / total if total else None
 
     def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and
-        falls again."""
+        """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
         rate = self.hit_rate()
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
@@ -5017,8 +5040,7 @@ class Metrics:
         return ""
 
     def cause(self, *spared: str) -> str:
-        """The most frequent reason why the requests of the window were not reused; `spared`
-        verdicts are none."""
+        """The most frequent verdict of the window but `extended` and the `spared` ones."""
         names = [name for _, _, name in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
@@ -5027,26 +5049,22 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
-        self.bodies.append(exchange)
-        self.kept += exchange.size()
-        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
-            old = self.bodies.popleft()
-            self.kept -= old.size()
-            old.received = old.forwarded = None
+        room = self.KEEP_BYTES
+        for one in reversed(self.recent):
+            room -= one.size()
+            if room < 0:
+                one.received = one.forwarded = None
 
 
-# Names whose values are not written down, of headers, in addresses, and in bodies beside the
-# prompt.
+# Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.
 SECRET_NAME = re.compile(
-    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
-    r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
+    r"|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
 QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
 ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
-JSON_PAIR = re.compile(
-    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
-)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
@@ -5054,136 +5072,68 @@ PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "func
 def hidden(pair: re.Match[str]) -> str:
     """A name and its value, or *** for a secret's value."""
     secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
-    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
+    return f"{pair['name']}=***" if secret else pair[0]
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the
-    like.
+def without_secrets(address: str) -> str:
+    """A target or a header's value, without secrets in queries and path parameters."""
+    path, mark, query = address.partition("?")
+    query = QUERY_PART.sub(hidden, query)
+    return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
-    A write that fails ends the capture, never the proxy."""
 
-    def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
-        self.log, self.guard = log, threading.RLock()  # close() takes it within write()
-        self.file: Any = None
-        self.size = 0
-
-    def open(self) -> None:
-        """Open the file, if one is wanted. Raises OSError."""
-        if not self.path or self.file is not None:
-            return
-        self.file = open_private(self.path, "a")
-        self.size = os.fstat(self.file.fileno()).st_size
-        if self.size:
-            with open(self.path, "rb") as written:
-                written.seek(-1, os.SEEK_END)
-                if written.read() != b"\n":  # half a line, after a crash or a full disk
-                    self.size += self.file.write("\n")
-
-    def write(self, exchange: Exchange) -> None:
-        """Append a finished request. A file that would get too long makes room for a new one."""
-        if not self.path or exchange.received is None:
-            return
-        line = self.line(exchange, exchange.received)
-        with self.guard:
-            try:
-                if self.file is not None and self.size and self.size + len(line) > self.limit:
-                    self.close()
-                    os.replace(self.path, self.path + ".1")
-                self.open()
-                if self.file is not None:
-                    self.size += self.file.write(line)
-                    self.file.flush()
-            except OSError as error:
-                self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
-                self.path = ""
-                self.close()
-
-    def close(self) -> None:
-        with self.guard, contextlib.suppress(OSError):
-            file, self.file = self.file, None
-            if file is not None:
-                file.close()
-
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text, without the
-        secrets that can be told."""
-        request, headers = exchange.request, dict[str, str]()
-        for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
-        row: Json = {
-            "method": request.method,
-            "path": self.without_secrets(request.path),
-            "time": exchange.time,
-            "headers": headers,
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            row["body"] = self.without_secret_members(parse(received))
-            return json.dumps(row, separators=(",", ":")) + "\n"
-        row.pop("body", None)
-        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
-        return json.dumps(row, separators=(",", ":")) + "\n"
-
-    def without_secrets(self, address: str) -> str:
-        """A target or a header's value, without the secrets in its query and path parameters."""
-        path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hidden, query)
-        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
-
-    def without_secret_members(self, body: Json) -> Json:
-        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
-        waiting: list[Any] = [body]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list):
-                waiting += value
-            for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_NAME.search(name[-64:]) and member is not None:
-                    value[name] = "***"
-                elif name not in PROMPT_MEMBERS:
-                    waiting.append(member)
-        return body
+def without_secret_members(body: Json) -> Json:
+    """A parsed body, changed in place: no secrets beside the prompt."""
+    waiting: list[Any] = [body]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        for name, member in value.items() if isinstance(value, dict) else ():
+            if SECRET_NAME.search(name[-64:]) and member is not None:
+                value[name] = "***"
+            elif name not in PROMPT_MEMBERS:
+                waiting.append(member)
+    return body
 
 
 def open_private(path: str, mode: str) -> Any:
-    """A text file to write that only its owner may read, also one that was there already. Raises
-    OSError."""
+    """A text file to write that only its owner may read. Raises OSError."""
     private = functools.partial(os.open, mode=0o600)
     file = open(  # noqa: SIM115 - the caller closes it
         path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
     )
     if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.fchmod(file.fileno(), 0o600)
     return file
 
 
-def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
-    """What stops the start when the file of a setting cannot be used."""
-    why = error.strerror or error
-    advice = "name a file in a folder that you may write to"
-    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+@contextlib.contextmanager
+def stops_the_start(setting: str, path: str) -> Iterator[None]:
+    """A file of a setting that cannot be used raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+        advice = "name a file in a folder that you may write to"
+        raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
-class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). Raises ConfigError.
+class PrivateFile(logging.FileHandler):
+    """A file that only its owner may read. A full disk costs one line, not one for each record."""
 
-    A disk that is full costs one line on stderr, not a traceback for each record."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.told = path, False
-        try:
-            super().__init__(os.path.expanduser(path))
-        except OSError as error:
-            raise cannot_write("LOG_FILE", path, error) from None
+    told = False
+    tell: Callable[[str], None]
 
     def _open(self) -> Any:
-        return open_private(self.baseFilename, "a")
+        file = open_private(self.baseFilename, "a")
+        if os.fstat(file.fileno()).st_size:
+            with open(self.baseFilename, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    file.write("\n")
+        return file
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -5194,41 +5144,61 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
         if not isinstance(fault, OSError):
-            return super().handleError(record)
-        if not self.told:
+            super().handleError(record)
+        elif not self.told:
             self.told = True
-            with contextlib.suppress(OSError):
-                print(
-                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
-                )
+            self.tell(f"{self.baseFilename} cannot be written: {fault}")
 
 
-class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Its last turn is a placeholder, and its answer is one token."""
+class LogFile(PrivateFile, logging.handlers.WatchedFileHandler):
+    """LOG_FILE, opened anew after a rename (logrotate). Raises ConfigError."""
 
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
-        self.sock: socket.socket | None = None
-        self.closed = False  # given up, or answered
-        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+    def __init__(self, path: str) -> None:
+        with stops_the_start("LOG_FILE", path):
+            super().__init__(os.path.expanduser(path))
 
-    def close(self) -> None:
-        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
-        self.closed = True
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
+    def tell(self, text: str) -> None:
+        with suppress(OSError):
+            print("kvproxy: LOG_FILE:", text, file=sys.stderr)
 
-    def begins(self, path: str, view: View) -> bool:
-        """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
-        with contextlib.suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
-        return False
+
+class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
+    """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
+
+    def __init__(self, config: Config, log: logging.Logger) -> None:
+        self.wanted, self.tell = (
+            bool(config.capture_file),
+            functools.partial(log.warning, "CAPTURE_FILE: %s"),
+        )
+        path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
+        super().__init__(path, maxBytes=size, backupCount=1, delay=True)
+
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if self.wanted:
+            self.stream = self._open()
+
+    def write(self, exchange: Exchange) -> None:
+        """Append a finished request, without secrets; of a body that is no JSON the size."""
+        request, received, headers = exchange.request, exchange.received, dict[str, str]()
+        if received is None or not self.wanted:
+            return
+        for name, value in request.headers.raw_items():
+            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+        row = {
+            "method": request.method,
+            "path": without_secrets(request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+            "bytes": len(received),
+        }
+        with suppress(ValueError, RecursionError):
+            row["body"] = without_secret_members(parse(received))
+        self.handle(logging.makeLogRecord({"msg": json.dumps(row, separators=(",", ":"))}))
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
@@ -5243,15 +5213,46 @@ def front_members(body: Json) -> Json:
     return front
 
 
+class Prefill:
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
+    it. The last turn is a placeholder, and the answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> None:
+        self.sock = sock
+        if self.closed:
+            raise ConnectionAbortedError("given up before there was a connection")
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
 class Warmup:
-    """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them. At most one prefill is under way, and clients' requests go first:
-    hold()."""
+    """Remembers the heads of recent conversations, and has the server read them before a request
+    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
@@ -5265,9 +5266,8 @@ class Warmup:
         self.over = threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
-        self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
-        self.refused: dict[str, str] | None = None  # keys that the server did not take
-        self.state, self.warned = "off", False
+        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
+        self.state = "off"
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -5292,20 +5292,31 @@ class Warmup:
     # --- the heads and their file -----------------------------------------------------------------
 
     def open(self) -> None:
-        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
-        if not self.path:
-            return
-        if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError("it is no plain file")
-        with self.temporary():
-            pass
+        """See whether the file can be written. Raises OSError."""
+        if self.path:
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
+                raise OSError("it is no plain file")
+            self.write(None)
+
+    def write(self, text: str | None) -> None:
+        """Write the file, whole or not at all; without a text only try to. Raises OSError."""
+        name = self.path + ".tmp"
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                file.write(text or "")
+            if text is not None:
+                os.replace(name, self.path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
 
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
-        new ones match."""
-        path, replay = self.path, self.proxy.replay
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
+        replay = self.proxy.replay
         try:
-            with open(path, encoding="ascii") as file:
+            with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
@@ -5317,12 +5328,13 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except self.BAD_FILE as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
+            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
+            self.proxy.log.warning(text, self.path, error)
         self.due = dict(self.heads)
 
     def keep(self, key: str, head: Json) -> None:
-        """Make a head the newest one; the least recently used one may go."""
+        """Make a head the newest one; the oldest may go."""
         self.heads.pop(key, None)
         self.heads[key] = head
         if len(self.heads) > self.config.warmup_heads:
@@ -5350,46 +5362,20 @@ class Warmup:
             self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
             self.due.pop(ident, None)  # the client itself had it read
             if ident != newest and self.path:
-                self.save()
-
-    def save(self) -> None:
-        """Write the file, whole or not at all. Called with the guard held."""
-        try:
-            with self.temporary() as file:
-                file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-                file.close()
-                os.replace(file.name, self.path)
-        except OSError as error:
-            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
-
-    @contextlib.contextmanager
-    def temporary(self) -> Iterator[Any]:
-        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = self.path + ".tmp"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        try:
-            with open_private(name, "x") as file:
-                yield file
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-
-    def warn(self, text: str) -> None:
-        """Warn about the file, but only once."""
-        if not self.warned:
-            self.proxy.log.warning("%s", text)
-        self.warned = True
+                try:
+                    self.write(json.dumps(self.heads))
+                except OSError as error:
+                    text = "WARMUP_FILE=%r cannot be written any more: %s"
+                    self.proxy.log.warning(text, self.path, error)
+                    self.path = ""
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+    def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading is held until that has been read: the server would notice a cancel late,
-        and read it all again in another slot. Any other that needs the model ends the prefill,
-        unless a client waits for it.
-
-        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        server is reading waits until that has been read: the server would notice a cancel late, and
+        read it all again in another slot. Any other that needs the model ends the prefill, unless a
+        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
@@ -5400,7 +5386,7 @@ class Warmup:
             prefill.waiting.add(exchange)
             try:
                 while not prefill.closed and time.monotonic() < until:
-                    wait(self.HOLD_LOOK)
+                    watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
         if not prefill.waiting:
@@ -5409,15 +5395,12 @@ class Warmup:
     def run(self) -> None:
         wait = self.FIRST_WAIT
         while not self.over.wait(wait):
-            try:
+            with self.proxy.faults_logged("warm-up failed"):
                 self.step()
-            except Exception:
-                self.proxy.log.exception("warm-up failed")
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def step(self) -> None:
-        """Warm up after a start and after the backend was away; repeat the newest head while idle,
-        if that is wanted."""
+        """Warm up after a start and after the backend was away; keep the newest head warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -5425,11 +5408,11 @@ class Warmup:
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due, self.refused = dict(self.heads) if self.config.warmup_file else {}, None
+                self.due = dict(self.heads) if self.config.warmup_file else {}
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
-        if not heads or self.keys == self.refused:
+        if not heads or self.keys is None:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -5442,8 +5425,8 @@ class Warmup:
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in (401, 403):  # after a start there is no key until a client brings one
-                self.refused = self.keys
+            if status in (401, 403):
+                self.keys = None  # until a client brings one that is taken
             if status in (401, 403, *self.NOT_READY):
                 return
             self.proxy.last_end = ended
@@ -5457,21 +5440,10 @@ class Warmup:
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
         try:
-            url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            connection = http_connection(url, self.config.connect_timeout, tls=tls)
-            with contextlib.closing(connection):
-                connection.connect()
-                connection.sock.settimeout(self.config.read_timeout)
-                prefill.sock = connection.sock
-                if prefill.closed:  # given up before there was a connection
-                    return 0
-                target = under(url, prefill.path.encode()).decode()
-                headers = {"Content-Type": "application/json", **self.keys}
-                connection.request("POST", target, dump(prefill.body), headers)
-                response = connection.getresponse()
-                response.read()
-                return response.status
-        except (OSError, ValueError, http.client.HTTPException):
+            url, body = self.proxy.backend.locate(), dump(prefill.body)
+            seconds = self.config.read_timeout
+            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+        except OSError:
             return 0
         finally:
             self.prefill, prefill.closed = None, True
@@ -5483,31 +5455,24 @@ class Warmup:
 
 # The page is complete without its script, which only renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
-:root { color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
-  max-width: 60rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }
-h2, summary { font-size: 1.05rem; font-weight: 650; margin: 2rem 0 .6rem } summary { cursor: pointer }
-p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em } b { font-weight: 600 }
-.state { font-size: 1.6rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }
-.good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
-dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
-dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
-rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
-li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
+:root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
+  color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
+  overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
+h1 { font-size: 1rem; color: var(--soft) } p, dd, ol { margin: 0; padding: 0 } a { color: inherit }
+.state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 } .soft { color: var(--soft) }
+.good { color: light-dark(#1a7f4b, #4cc38a) } .bad { color: light-dark(#b3261e, #ff8f85) }
+.fair { color: light-dark(#7d5200, #e5b567) } dt, code, .key { font-size: .85rem }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
+dt, .key { color: var(--soft) } pre { white-space: pre-wrap }
+li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 </style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
 <p id="state" role="status" class="state %(tone)s">%(state)s</p>
 <p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
-<h2>Reuse per request</h2><div id="chart">%(chart)s</div>
-<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,
-branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
 <details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
@@ -5534,9 +5499,6 @@ setInterval(async () => {
 </script></body></html>
 """
 
-CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
-<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
-<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
 ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
 <span>{2}</span><code>{3}</code></p>{4}</li>"""
 
@@ -5554,7 +5516,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -5618,50 +5580,40 @@ class Pages:
 
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
-        verdict, usage = exchange.verdict, exchange.usage
-        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
-        return {
-            "number": exchange.number,
-            "time": exchange.time,
-            "method": exchange.request.method,
-            "path": printable(exchange.request.path),
-            "status": exchange.status,
-            "fault": exchange.fault or None,
-            "conversation": exchange.trace.conversation or None,
-            "report": dataclasses.asdict(exchange.report),
-            "usage": {**dataclasses.asdict(usage), "read": usage.read()},
-            "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": first_byte if exchange.begun else None,
-            "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
+        request, verdict = exchange.request, exchange.verdict
+        usage, start = exchange.usage, exchange.started
+        row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+        row |= {"path": printable(request.path), "status": exchange.status}
+        row |= {"fault": exchange.fault or None, "report": dataclasses.asdict(exchange.report)}
+        row["conversation"] = exchange.trace.conversation or None
+        row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
+        row["verdict"] = dataclasses.asdict(verdict) if verdict else None
+        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
+        return row | {
+            key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
         }
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded, and what differs. Takes at most ten
-        times the body's memory: texts are written piece by piece."""
-        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
-        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        if received is None or forwarded is None:
-            received = forwarded = None
-            notes.append("the bodies were dropped to save memory")
-        else:
-            nodes = forwarded.count(b"{") + forwarded.count(b"[")
-            if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
-                with contextlib.suppress(Unreadable, RecursionError):
-                    row["where it goes"] = self.proxy.weights(exchange)
-        if received is not None and forwarded is not received:
-            assert forwarded is not None
-            row["diff"], note = difference(received, forwarded)
-            notes += [note] if note else []
-        body = bytearray()
-        for name, raw in (("received", received), ("forwarded", forwarded)):
-            body += b', "%s": ' % name.encode()
-            if raw is None:
-                body += b"null"
-            elif not write_text(body, raw):
-                notes.append(f"the body as {name} is cut: it is no text")
-        if notes:
-            row["note"] = "; ".join(notes)
-        body[:0] = json.dumps(row)[:-1].encode()
+        """A request with its body as received and as forwarded, and what differs between the two
+        prompts, where these are not too long. Takes at most ten times the body's memory, or 64
+        times DIFF_BYTES."""
+        row: Json = {**self.row(exchange), "diff": []}
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        prompts = list[list[Segment]]()
+        with contextlib.suppress(Unreadable, RecursionError):
+            for raw in bodies:
+                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                    view = view_of(parse(raw), exchange.dialect)
+                    prompts.append(Prompt(view).segments if view is not None else [])
+        if len(prompts) == 2:
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            row["diff"] = difference(*prompts)
+        body = json.dumps(row)[:-1].encode()
+        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+            body += name
+            body += json.dumps(
+                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
+            ).encode()
         return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
@@ -5685,23 +5637,17 @@ class Pages:
 
     def page(self) -> Answer:
         """The page, complete without its script."""
-        nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
+        nonce, metrics, config = uuid.uuid4().hex, self.proxy.metrics, self.proxy.config
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            facts, chart = self.facts(), self.chart()
+            facts = self.facts()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        if not rows:
-            kept = self.proxy.config.keep_requests
-            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        config = dataclasses.asdict(self.proxy.config).items()
-        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
-        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
-        parts |= {
-            "nonce": nonce,
-            "rows": rows,
-            "settings": html.escape(settings),
-            "version": __version__,
-        }
+        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
+        settings = dataclasses.asdict(config).items()
+        told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "nonce": nonce}
+        parts |= {"rows": rows or f"<li>{none}.</li>", "settings": html.escape(told)}
+        parts["version"] = __version__
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -5718,12 +5664,10 @@ class Pages:
             words = "is not ready" if last.status == 503 else "does not answer"
             hint = last.fault or "It may be loading its model."
             return f"The model server {words} ({last.status})", "bad", hint
-        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        if metrics.judged and not metrics.points:
-            share = statistics.mean([verdict.share for verdict in verdicts] or [0])
-            hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
-            return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
+            reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
+            if metrics.judged and not reported:
+                return "The server does not report what it reused", "fair", ""
             hint = "Set your agent's base URL to this address and send something."
             return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
@@ -5732,11 +5676,12 @@ class Pages:
             hint = "Nothing can be reused until a conversation goes on."
             return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
-        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
+        hint = f"Share of prompt tokens in the last {counted(len(window), 'request')}"
+        hint += f"; {firsts} not counted."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
         hint += f" {metrics.cause('cold').capitalize()}."
+        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         lines = [verdict.line() for verdict in verdicts if verdict.line()]
         hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
@@ -5752,155 +5697,51 @@ class Pages:
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
+            "warm-up": proxy.warmup.state,
         }
-        if proxy.warmup.enabled:
-            facts["warm-up"] = proxy.warmup.state
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
-
-    def chart(self) -> str:
-        """A bar for each request, and a label that tells screen readers what they show."""
-        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
-        if not points:
-            reason = "The server reports no numbers." if judged else "Nothing to show yet."
-            return f'<p class="soft">{reason}</p>'
-        bars = ""
-        for place, (when, share, name) in enumerate(points):
-            height = max(2, 100 * share)  # a miss is seen, too
-            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
-            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
-            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
-        mean = 100 * statistics.mean(share for _, share, _ in points)
-        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
-        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
-        return CHART.format(label, mean, max(20, len(points)), bars, times)
 
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
         usage, verdict, words = exchange.usage, exchange.verdict, ""
+        told = "reuse not reported"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
             told = "counts tokens"
-        elif usage.cached is None or not usage.prompt:
-            told = "reuse not reported"
-        else:
+        elif usage.cached is not None and usage.prompt:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
-            tone = TONES.get(verdict.name, "")
+            tone, line = TONES.get(verdict.name, ""), html.escape(verdict.line())
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        path = html.escape(printable(exchange.request.path))
-        when = clock(exchange.time)
-        return ITEM.format(exchange.number, when, html.escape(told), path, words)
+            words += f'<p class="soft">{line}</p>' if line else ""
+        path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
+        return ITEM.format(
+            exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
+        )
 
 
-# --- a request's bodies, and what differs between them --------------------------------------------
+DIFF_BYTES = 1 << 20  # longer bodies are not compared
+DIFF_LINES = 5000  # longer segments are not compared
 
 
-def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
-    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes
-    are text that it would take more than three times its size."""
-    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
-    out += b'"'
-    for at in range(0, len(raw), TEXT_PIECE):
-        if len(out) - start > 3 * at + TEXT_PIECE:
-            out += b'..."'
-            return False
-        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
-        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
-    out += b'"'
-    return True
-
-
-TEXT_PIECE = 1 << 16  # bytes
-DIFF_BYTES = 4 << 20  # longer bodies are not compared
-DIFF_LINES = 1000  # compared, from the first to the last that differs
-DIFF_COLUMNS = 1000  # of a line that are shown
-BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
-
-
-def json_lines(raw: bytes | bytearray) -> Iterator[str]:
-    """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
-    Only one string at a time is parsed: the values of a whole body would take too much memory."""
-    text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
-    decode = json.JSONDecoder(strict=False).raw_decode
-    while found := BODY_TOKEN.match(text, at):
-        token, at = found[1], found.end()
-        if token == '"':
-            value, at = decode(text, at - 1)
-            start, line = 0, line + token
-            while (end := value.find("\n", start)) >= 0:
-                yield line + shortened(value[start:end])
-                start, line = end + 1, ""
-            line += shortened(value[start:]) + token
+def difference(before: list[Segment], after: list[Segment]) -> list[str]:
+    """A unified diff of two prompts, segment by segment."""
+    found = list[str]()
+    was, now = ([text for _, text in prompt] for prompt in (before, after))
+    for tag, low, high, new_low, new_high in difflib.SequenceMatcher(None, was, now).get_opcodes():
+        if tag == "equal":
             continue
-        if token in "]}":
-            if line.strip():
-                yield line
-            depth -= 1
-            line = " " * min(depth, 50)
-        line += ": " if token == ":" else token
-        if token in ",[{":
-            yield line
-            depth += token != ","
-            line = " " * min(depth, 50)
-    yield line
-
-
-def shortened(line: str) -> str:
-    """A long line's beginning; the hash tells lines apart that differ further on."""
-    if len(line) <= DIFF_COLUMNS:
-        return line
-    return f"{line[:DIFF_COLUMNS]}... ({len(line):,} characters, hash {hash(line) & 0xFFFF:04x})"
-
-
-def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
-    """Four bytes for each line of a JSON text, for finding those that differ."""
-    return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
-
-
-def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
-    """What differs between two JSON texts, as a unified diff, and a note of what is left out.
-
-    A prompt is edited at both ends. With too many lines from the first change to the last, as many
-    at each end are compared."""
-    if max(len(before), len(after)) > DIFF_BYTES:
-        return [], "the bodies are too long for a diff"
-    old, new = map(hashed_lines, (before, after))
-    start = common_prefix(old, new)
-    same = common_prefix(old[start:][::-1], new[start:][::-1])
-    if start == len(old) == len(new):
-        return [], ""
-    start, same = max(0, start - 2), max(0, same - 2)  # with the lines around them
-    skipped = max(0, max(len(old), len(new)) - start - same - DIFF_LINES)
-    windows, lines = list[list[range]](), list[dict[int, str]]()
-    for raw, length in ((before, len(old)), (after, len(new))):
-        stop, cut = length - same, start + DIFF_LINES // 2
-        parts = [range(start, min(cut, stop)), range(max(cut, stop - DIFF_LINES // 2), stop)]
-        windows.append(parts if skipped else [range(start, stop)])
-        spelled = enumerate(json_lines(raw))
-        lines.append({at: line for at, line in spelled if any(at in part for part in windows[-1])})
-    told = ["--- received", "+++ forwarded"]
-    for a, b in zip(*windows, strict=True):
-        matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
-        for group in matcher.get_grouped_opcodes(2):
-            rows = list[str]()
-            for tag, low, high, new_low, new_high in group:
-                at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
-                if skipped and at_cut and tag in ("insert", "delete"):
-                    continue  # their partners are among the lines that are skipped
-                rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
-                rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
-            if any(row[0] != " " for row in rows):
-                first, new_first = a[group[0][1]], b[group[0][3]]
-                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
-    return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
-
-
-def clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
+        names = [name for name, _ in (*before[low:high], *after[new_low:new_high])]
+        old = [line for text in was[low:high] for line in text.split("\n")]
+        new = [line for text in now[new_low:new_high] for line in text.split("\n")]
+        if max(len(old), len(new)) > DIFF_LINES:
+            found.append(f"{names[0]}: too long for a diff")
+        else:
+            found += difflib.unified_diff(old, new, names[0], names[-1], n=2, lineterm="")
+    return found
 
 
 def counted(number: int, noun: str) -> str:
@@ -5919,8 +5760,7 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
-         "its")  # fmt: skip
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line")
 
 
 def filler(count: int, seed: int) -> str:
@@ -5928,36 +5768,30 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
     cache. Raises OSError, ValueError or HTTPException."""
-    rows: list[Json] = []
-    history: list[Json] = []
+    rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
-    target = under(server, b"/v1/chat/completions").decode()
-    headers = {"Content-Type": "application/json", **bearer(key)}
+    server = urllib.parse.urlsplit(url)
+    target = under(server, "/v1/chat/completions")
+    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
     for turn in range(1, args.turns + 1):
-        ident = str(uuid.uuid4())
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
-        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        question = f"{stamp} Question {turn}: {filler(20, turn)}"
-        text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
-        history.append({"role": "user", "content": text})
-        body: Json = {
-            "model": "local",
-            "messages": [{"role": "system", "content": system}, *history],
-        }
-        body |= {"stream": True, "max_tokens": 16, "temperature": 0}
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        messages = [{"role": "system", "content": system}, *turns]
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
-            connection.request("POST", target, dump(body), headers)
+            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
             response = connection.getresponse()
             data = response.read1(65536)
             first = 1000 * (time.monotonic() - started)
@@ -5965,19 +5799,32 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        history.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
         usage = usage_of(data)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
-        if args.command == "bench" and not args.json:
-            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
+        if not args.json:
+            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
+            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
     return rows
 
 
-def compare(args: argparse.Namespace, config: Config) -> None:
+BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
+BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
+through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
+first should{2}.
+"""
+
+
+def compare(args: Words, config: Config, name: str) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
-    print both runs."""
+    tell of both runs. Raises what play() raises."""
+    if not args.json:
+        total = args.tokens * (args.turns + 1)
+        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
+        print(BENCH.format(args, name, long if args.command == "bench" else ""))
+        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
@@ -5988,17 +5835,7 @@ def compare(args: argparse.Namespace, config: Config) -> None:
     if args.json:
         runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
         print(json.dumps({**runs, "ratio": ratio}))
-        return
-    columns = ("prompt", "read", "reused", "ms")
-    heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
-    print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for turn, pair in enumerate(zip(straight, through, strict=True), 1):
-        line = f"{turn:>5}"
-        for row in pair:
-            cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
-            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
-        print(line)
-    if ratio is not None:
+    elif ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
@@ -6007,56 +5844,41 @@ class SimulatedServer(BaseHTTPRequestHandler):
     at MS a word."""
 
     MS = 0.02
-    slot = ""  # of the class
+    slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in body["messages"])
-        cached = len(prompt[: common_prefix(self.slot, prompt)].split())
-        read = max(1, len(prompt.split()) - cached)
-        SimulatedServer.slot = prompt
-        time.sleep(read * self.MS / 1000)
-        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
-        answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
-        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
+        words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
+        cached = min(common_prefix(self.slot, words), len(words) - 1)
+        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        time.sleep(ms / 1000)
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
+        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for event in (dump(answer), dump(end), b"[DONE]"):
-            self.wfile.write(b"data: " + event + b"\n\n")
+        event = dump({"choices": [choice], "timings": timings})
+        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens
-and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
-
-
-def command_demo(args: argparse.Namespace, config: Config) -> int:
+def command_demo(args: Words, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
-    if not args.json:
-        print(DEMO)
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"))
+            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
+        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
     return 0
 
 
-BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {url}, first straight, then
-through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should: {total:,} tokens.
-That takes {time} on a server that reads 400 tokens a second.
-"""
-
-
-def command_bench(args: argparse.Namespace, config: Config) -> int:
+def command_bench(args: Words, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
     backend = Backend(config)
     try:
@@ -6066,22 +5888,15 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
         return 1
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        print(BENCH.format(args, url=url, total=total, time=duration(total / 400)))
     try:
-        compare(args, dataclasses.replace(config, backend_url=url))
+        compare(args, dataclasses.replace(config, backend_url=url), url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversation must come back from the
-host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
-
-
-def command_check(args: argparse.Namespace, config: Config) -> int:
+def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
     backend.key = os.environ.get("API_KEY", "")
@@ -6095,24 +5910,19 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    status, rows = backend.ask("/slots")
-    advice = []
-    if status != 200 or not isinstance(rows, list):
-        wants_key = status in (401, 403)
-        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
-        print(f"prompt cache: the server does not tell, {reason};")
-        print("a run of `python kvproxy.py bench` shows it")
-    elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
-        advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
-    else:
-        print("prompt cache: on, as far as /slots tells")
+    slots, context = backend.ask("/slots")[1], found.get("context")
+    told = []
+    if not isinstance(slots, list):
+        told.append("no slots")
+    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
+        told.append("no cache")
     if found.get("slots") == 1:
-        advice.append(ONE_SLOT)
-    if isinstance(context := found.get("context"), int) and context < 32768:
-        few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
-        advice.append(f"{few}: raise -c or lower -np.")
-    for line in advice:
-        print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
+        told.append("one for all")
+    if isinstance(context, int) and context < 32768:
+        told.append("short context")
+    for name in told or ["no fault"]:
+        text = ADVICE[name].format(context=context)
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -6121,7 +5931,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (row.split(None, 1) for row in r"""
-slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.*f_keep = (?P<keep>[\d.]+))?
 slot    selected slot by (?P<lru>LRU)
 slot    slot is processing (?P<begins>task)
 prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
@@ -6131,117 +5941,83 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
-LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
-LOG_SLOT = re.compile(
-    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
-)
+LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
-LOG_CAUSES = {
-    "no similar slot": "no slot held a similar prompt",
-    "low similarity": "little in common with what the slot held",
-    "not all kept": "the slot held a similar prompt, but most was read again",
-    "slot cut": "a part of what the slot held was thrown away",
-}
+LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
-    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
-    " the slot's old content that stayed."
+INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+INSPECT_END = (
+    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an earlier"
+    " one began with; keep: share of the slot's old content that stayed."
 )
 STRAIGHT = (
     "If these requests did not come through kvproxy, put it in front of the server first: it cures"
-    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
-    " reads best."
+    " most of this, and says of the rest what it is."
 )
 # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
-INSPECT_ROW: Json = {
-    **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
-}
+INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
+INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 
 
-def command_inspect(args: argparse.Namespace, config: Config) -> int:
+def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
-    findings: dict[str, Json] = {}
-    number, reader = 0, LogReader(config)  # number: of the last row
+    number, reader, findings = 0, LogReader(config), dict[str, Json]()
+    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
+        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, reader), 1):
-            if args.json:
-                print("," * (number > 1) + visible(json.dumps(row)))
-            else:
-                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
-            if cause := row["cause"]:
-                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+        for number, row in enumerate(reader.rows(file), 1):
+            print(begin * (number == 1) + line(number, row))
+            if row["cause"]:
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
                 new |= {"example": row["what"], "cure": row["cure"]}
-                found = findings.setdefault(cause, new)
+                found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found, config)
+        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
+        text = found.pop("cure") or advice(cause, config)
+        cured = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+        found["advice"] = f"{cured}{text[0].upper()}{text[1:]}."
+        if found["cured"] == found["requests"]:
+            found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
-    if not told:
-        lines[-1] = "Nothing was wasted."
-    elif not reader.ledger.count:
-        lines.append(STRAIGHT)
+    lines = ["Findings, most tokens wasted first:"] if told else ["Nothing was wasted."]
+    lines += [STRAIGHT] * (bool(told) and not reader.ledger.count)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
-    for line in lines:
-        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
+    for text in ("", INSPECT_END, "", *lines):
+        print(textwrap.fill(text, 110, subsequent_indent="  " * text.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one."""
-    lines = file
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
-        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
-    while line := lines.readline(PARSE_LIMIT):
-        yield from reader.line(line)
-    yield from reader.end()
-
-
-def inspect_line(number: int, row: Json) -> str:
-    mark = "~" if row["estimated"] else ""
-    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
-    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
-    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
-
-
-def inspect_advice(found: Json, config: Config) -> str:
-    """What to do about a finding."""
-    if found["cured"] == found["requests"]:
-        return "kvproxy cures this: nothing to do but to send the requests through it."
-    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
-    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-    return f"{some}{told[0].upper()}{told[1:]}."
+def in_columns(number: int, row: Json) -> str:
+    cells = (shape.format(row[key]) if row[key] is not None else "-"
+             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    name = row["name"][:27] + "~" * row["estimated"]
+    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
 
 
 class LogReader:
-    """Reads a capture or a server log line by line; a row per request comes out when it is
+    """Reads a capture or a server's log line by line; a row per request comes out when it is
     complete."""
 
     def __init__(self, config: Config) -> None:
@@ -6253,6 +6029,15 @@ class LogReader:
         self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
         self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+
+    def rows(self, file: Any) -> Iterator[Json]:
+        """The rows of a file, one by one."""
+        lines = file
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's >
+            lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+        while line := lines.readline(PARSE_LIMIT):
+            yield from self.line(line)
+        yield from self.end()
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for a line of anything else."""
@@ -6286,23 +6071,23 @@ class LogReader:
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = prompt.length() // 4
+            usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.cure(view, headers).name == "extended" and changed
+        cured = self.as_sent(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
-        found.update(sim=round(verdict.share, 3), estimated=estimated)
-        found.update(tokens=usage.prompt, read=usage.read())
+        found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
+        found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
+        found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found.update(cause=cause_of(verdict), cured=cured)
+            found |= {"cause": cause_of(verdict), "cured": cured}
             found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
+    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
@@ -6315,9 +6100,8 @@ class LogReader:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
-        number = (found[2] or found[4]) if found else None
         if found:
-            self.slots[port] = found[1] or found[3]
+            self.slots[port] = found[1] or found[2]
         slot = port, self.slots.get(port, "?")
         hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
         name, match = next(hits, ("", None))
@@ -6325,27 +6109,20 @@ class LogReader:
             return []
         if name == "start":
             return self.end(port)
-        if name == "cancel":
-            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
-            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
-        task, done = self.tasks.get(slot, {}), []
-        known = "tokens" in task
-        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
-            done = [self.close(slot)] if known else []
-            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        task, done = self.tasks.setdefault(slot, {}), []
+        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
+            done, task = [self.close(slot)], {}
+        elif name == "slot":
+            task.clear()
         self.tasks[slot] = task
-        if number:
-            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "slot" and (keep := LOG_KEEP.search(text)):
-            task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
         return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str]) -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
@@ -6361,15 +6138,14 @@ class LogReader:
         elif mostly and low and size > 2 * longest:
             what = "first prompt of its length"
         elif mostly:
-            cause = (
-                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
-            )
+            cause = "low similarity" if low else "not all kept"
+            cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             cause = "slot cut"
-        what = LOG_CAUSES.get(cause, what)
+        what = cause if cause and cause != "full re-processing" else what
         row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
         row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what + suffix}
+        return row | {"cause": cause, "what": what}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
@@ -6386,21 +6162,19 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
-    if verdict.kind == "reasoning":
-        return "turns, whose reasoning is no longer sent"
-    place = "turn" if verdict.where.startswith("turn ") else verdict.where
-    if verdict.kind in ("taken out", "put in"):
-        start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
-        return f"{place} {verdict.kind}: {start!r}"
-    label = verdict.before[: common_prefix(verdict.before, verdict.after)]
-    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", label))[-24:].strip()
-    return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
+    text = verdict.before or verdict.after
+    if verdict.before and verdict.after:
+        text = text[: common_prefix(verdict.before, verdict.after)]
+    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
+    label = label if verdict.where != "tools" else ""
+    place = "turn" if verdict.where.startswith("turn") else verdict.where
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def command_serve(args: argparse.Namespace, config: Config) -> int:
+def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
@@ -6409,9 +6183,8 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     try:
         proxy.start()
     except OSError as error:
-        where = f"Port {config.listen_port} on {config.listen_host}"
-        why = error.strerror or error
-        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
+        why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
+        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
         return 1
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
@@ -6425,8 +6198,8 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
-            advice = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} It is looked for again when requests come."
-            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), advice)
+            told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
+            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
         while True:
             time.sleep(0.5)  # Windows runs the SIGBREAK handler between sleeps only
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
@@ -6437,8 +6210,7 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = f"http://[{host}]" if ":" in host else f"http://{host}"
-    url += f":{config.listen_port}"
+    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
     there = urllib.parse.urlsplit(url)
     if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
@@ -6450,25 +6222,58 @@ def taken_by(config: Config) -> str:
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
-def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The settings among a command line's words (NAME=value), and the other words. Raises
-    ConfigError for a word that is neither setting nor command nor option."""
-    settings, others = {}, []
-    for word in words:
+COMMANDS = {
+    "serve": (command_serve, "listen and forward (the default)"),
+    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
+    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - reads stdin"),
+    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
+}
+OPTIONS = {
+    "--json": "demo, bench and inspect print JSON",
+    "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
+    "--turns": "demo and bench: turns of the conversation [5]",
+    "--version": "print the version",
+    "--help": "print this",
+}
+
+
+@dataclasses.dataclass
+class Words:
+    """A command line."""
+
+    command: str = ""
+    file: str = ""
+    tokens: int = 0
+    turns: int = 5
+    json: bool = False
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read_words(words: Iterable[str]) -> Words:
+    """The words of a command line, in any order. Raises ConfigError for one that means nothing."""
+    args, left = Words(), iter(words)
+    for word in left:
         name, equals, value = word.partition("=")
         if equals and setting_of(name.upper()):
-            settings[name.upper()] = value
-        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
-            raise ConfigError(f"{name} is no setting{nearest(name)}")
+            args.settings[name.upper()] = value
+        elif name in ("--tokens", "--turns"):
+            value = value if equals else next(left, "")
+            if not re.fullmatch("[1-9][0-9]{,8}", value):
+                raise ConfigError(f"{name}: must be at least 1")
+            setattr(args, name[2:], int(value))
+        elif word == "--json":
+            args.json = True
+        elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
+            args.command = word
+        elif args.command == "inspect" and not args.file and not word.startswith("--"):
+            args.file = word
         else:
-            others.append(word)
-    for word in others:
-        option, _, value = word.partition("=")
-        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
-            raise ConfigError(f"{option} is no option{nearest(option)}")
-    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
-        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
-    return settings, others
+            raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
+    if args.command == "inspect" and not args.file:
+        raise ConfigError("inspect needs a FILE; - reads stdin")
+    args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
+    return args
 
 
 def nearest(word: str) -> str:
@@ -6476,73 +6281,31 @@ def nearest(word: str) -> str:
     if ":" in word:
         return f"; write BACKEND_URL={word}"
     name = word.strip("-").replace("-", "_").upper()
-    settings = [item.name.upper() for item in dataclasses.fields(Config)]
-    found = [setting for setting in settings if name == setting or name in setting.split("_")]
-    if not found:
-        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
-        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
-    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
+    names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
+    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    names |= {command.upper(): command for command in COMMANDS}
+    found = found or difflib.get_close_matches(name, names, 2)
+    told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
 
-OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
-
-
-ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
-prompts."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def usage_text() -> str:
+    """What --help prints."""
     width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
+    settings = {}
     for name, default, text in Config.table():
-        first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
-    parser = Parser(
-        prog="kvproxy.py",
-        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(ABOUT, width),
-        epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    parser.set_defaults(run=command_serve)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
-    for name, (run, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run, tokens=6000 if name == "demo" else 16000, turns=5)
-        if name == "inspect":
-            command.add_argument("file", metavar="FILE", help="- reads stdin")
-        if name in ("demo", "bench"):
-            lengths = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
-            for option, meaning in lengths.items():
-                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
-        if name in ("demo", "bench", "inspect"):
-            command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-COMMANDS = {
-    "serve": (command_serve, "listen and forward (the default)"),
-    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
-    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log"),
-    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
-}
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+        settings[name] = text + (f" [{default}]" if default else "")
+    parts = {
+        "commands": {name: text for name, (_, text) in COMMANDS.items()},
+        "options": OPTIONS,
+        "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
+    }
+    lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
+    for title, rows in parts.items():
+        lines += ["", title + ":"]
+        for name, text in rows.items():
+            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -6551,9 +6314,12 @@ def main(argv: list[str] | None = None) -> int:
         # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        settings, words = read_words(sys.argv[1:] if argv is None else argv)
-        args = build_parser().parse_args(words)
-        return int(args.run(args, Config.from_env({**os.environ, **settings})))
+        args = read_words(sys.argv[1:] if argv is None else argv)
+        if args.command.startswith("-"):
+            print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
+            return 0
+        run = COMMANDS[args.command or "serve"][0]
+        return run(args, Config.from_env({**os.environ, **args.settings}))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

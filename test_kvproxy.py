@@ -829,16 +829,16 @@ def test_config_backend_without_http(text: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--port", "1235"], "--port is no option; nearest: LISTEN_PORT=...;"),
+        (["--port", "1235"], "--port is no command, setting or option; nearest: LISTEN_PORT=...;"),
         (["--listen-port=1235"], "nearest: LISTEN_PORT=...;"),
         (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
         (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
         (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
-        (["serv"], "'serv' is no command and no setting; nearest: serve;"),
+        (["serv"], "serv is no command, setting or option; nearest: serve;"),
         (["inspekt", "file"], "nearest: inspect;"),
-        (["LISTEN_PROT=1"], "LISTEN_PROT is no setting; nearest: LISTEN_PORT=..."),
+        (["LISTEN_PROT=1"], "nearest: LISTEN_PORT=..."),
         (["demo", "LISTENPORT=1"], "nearest: LISTEN_PORT=..."),
-        (["XYZZY=1"], "XYZZY is no setting; --help"),
+        (["XYZZY=1"], "XYZZY is no command, setting or option; --help"),
         (["LISTEN_PORT=x"], "LISTEN_PORT='x': must be a whole number"),
         (["serve", "more"], "more"),
         (["inspect"], "FILE"),
@@ -926,8 +926,7 @@ def test_config_help_fits_the_terminal(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        kvproxy.main(["--help"])
+    assert kvproxy.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= max(70, min(columns, 118))
 
@@ -1210,7 +1209,7 @@ def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> No
 )
 def test_scrub_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
     url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
-    assert kvproxy.under(url, target.encode()) == wanted.encode()
+    assert kvproxy.under(url, target) == wanted
 
 
 def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
@@ -2175,7 +2174,7 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def scrub_work(text: str) -> None:
     """All that looks for something in a text."""
-    kvproxy.undress(text)
+    kvproxy.strip_programs(text)
     kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
     body = {"messages": scrub_turns(("system", text), ("user", text))}
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
@@ -2943,9 +2942,10 @@ def rp_rig() -> Iterator[Rig]:
     """A rig for all tests that need no settings of their own."""
     with shared_rig() as made:
         yield made
-        known = made.proxy.reader.known
-        assert known
-        for raw, turn in known.items():  # requests share them: nobody may have changed one
+        reader = made.proxy.reader
+        assert reader.known
+        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
+        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
             assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
 
@@ -4611,7 +4611,7 @@ def test_replay_memory_is_bounded() -> None:
         desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 50 < len(lines.used) < 250 and len(desk.replay.lifts) <= 16
+    assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
     assert tools.size == sum(size for _, size in tools.entries.values())
 
@@ -4961,10 +4961,10 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) 
     body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
     reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
-    around = kvproxy.parse  # what stands around the turns comes as text, a whole body as bytes
+    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
 
     def partly(raw: Any) -> RpJson:
-        return around(raw) if isinstance(raw, str) else pytest.fail("parsed as a whole")
+        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
 
     monkeypatch.setattr(kvproxy, "parse", partly)
     before: list[kvproxy.Turn] = []
@@ -4984,7 +4984,7 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
 
     def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
         view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
-        return turn.json(), replay.said(turn), kvproxy.segments_of(view)[0][1], turn.text()
+        return turn.json(), replay.said(turn), kvproxy.Prompt(view).segments[0][1], turn.text()
 
     for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
         turn = kvproxy.turn_of({"role": "user", "content": content})
@@ -5000,6 +5000,272 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
             assert scrubber.edit(turn, False, report).text() == ""
             assert turn.text() == "c" and known(turn) == turns[-1]
             assert report.regex_removed == report.items_modified == count
+
+
+# --- Learning: clients that nobody described ------------------------------------------------------
+
+LN_WORDS = [
+    "amber",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "harbor",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+    "mesa",
+    "pier",
+]
+LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
+    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
+    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
+    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
+    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
+    "number": lambda rng, n: str(10**9 + n),
+    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
+    "short": lambda rng, n: str(n),
+    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
+}
+LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
+LN_PLACES = {  # where it varies in a system prompt; {} is the value
+    "line": "Your {name} is {}",
+    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
+    "heading": "## The current {name}\n{}\n",
+    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
+    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "fence": "The {name}:\n```\n?? {}.txt\n```",
+}
+LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
+    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
+    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
+    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
+    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
+    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
+    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
+}
+
+
+class LnClient:
+    """An invented client: a system prompt in which some places vary, and a habit of dressing the
+    newest text with a block that is gone when the text is history."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.rules = [
+            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
+        ]
+        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
+        self.kinds = {
+            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
+            for place in self.places
+        }
+        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
+        self.values: dict[str, list[str]] = {place: [] for place in self.places}
+        self.block = rng.choice([*LN_BLOCKS, ""])
+        self.carried = (
+            self.block in ("tag", "end tag") and rng.random() < 0.5
+        )  # a message of its own
+        self.count = rng.randrange(3)
+
+    def value(self, kind: str) -> str:
+        self.count += 1
+        return LN_VALUES[kind](self.rng, self.count)
+
+    def system(self, begins: bool) -> str:
+        """The system prompt of the next request; some values change."""
+        lines = list(self.rules)
+        for number, place in enumerate(self.places):
+            if begins or self.each[place]:
+                self.values[place].append(self.value(self.kinds[place]))
+            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
+            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
+        return "\n".join(lines)
+
+    def known(self) -> bool:
+        """Whether by now each place has shown that it varies."""
+        return all(
+            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
+        )
+
+    def sure(self, place: str) -> bool:
+        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
+
+    def newest(self, text: str) -> list[RpTurn]:
+        if not self.block:
+            return [("user", text)]
+        front, block = LN_BLOCKS[self.block]
+        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
+        block = block.replace("{}", f"{10 + self.count % 50}")
+        if self.carried:
+            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
+        return [("user", block + text if front else text + block)]
+
+
+def ln_play(one: Rig, dialect: str, seed: int) -> None:
+    """Two to six conversations of an invented client; each prompt is held against the promises."""
+    maker, client = LnClient(seed), RpClient(one, dialect)
+    fronts: list[str] = []
+    for talk in range(maker.rng.randint(2, 6)):
+        history: list[RpTurn] = []
+        before: list[str] = []
+        for turn in range(maker.rng.randint(2, 4)):
+            known = maker.known()
+            system = maker.system(begins=turn == 0)
+            said = f"Question {turn} of talk {talk}, please."
+            newest = maker.newest(said)
+            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
+            prompt = client.send([*history, *newest], answer, system=system)
+            told = "\n".join(prompt)
+            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
+            for place, values in maker.values.items():
+                stands = {value: told.rfind(value) for value in set(values)}
+                assert stands[values[-1]] >= 0, (place, values[-1], told)
+                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
+            for line in re.split(r"\n|(?<=\.) ", system):
+                assert line in told, line
+            if known and turn:
+                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
+            if known and turn == 0:
+                assert prompt[0] in fronts, (maker.places, maker.kinds)
+            fronts.append(prompt[0])
+            before = prompt
+            history += [("user", said), ("assistant", answer)]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
+def test_lift_learns_what_invented_clients_vary(rig: Callable[..., Rig], seed: int) -> None:
+    """After the first surprise of each shape every request is an append, every new conversation
+    begins with the front of another, and all that the client says stands there, newest last."""
+    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_nothing_without_learn(rig: Callable[..., Rig], dialect: str) -> None:
+    """Not a byte of what invented clients send is touched."""
+    one = rig(learn=False)
+    for seed in range(12):
+        maker, client = LnClient(seed), RpClient(one, dialect)
+        history: list[RpTurn] = []
+        for turn in range(4):
+            newest = maker.newest(f"Question {turn}")
+            system = maker.system(begins=True)
+            assert client.send([*history, *newest], system=system) == rp_prompt(
+                client.body([*history, *newest], system)
+            )
+            history += [("user", f"Question {turn}"), ("assistant", "ok")]
+
+
+def ln_rules(*lines: str) -> str:
+    """A system prompt of rules, with some lines in their middle."""
+    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
+    return "\n".join([*rules[:45], *lines, *rules[45:]])
+
+
+def ln_fronts(one: Rig, *systems: str) -> list[str]:
+    """The system prompts that the server gets, each for a conversation of its own."""
+    client = RpClient(one, "chat")
+    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
+
+
+def test_lift_learns_a_value_that_varies_by_one_change(rig: Callable[..., Rig]) -> None:
+    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
+
+
+def test_lift_learns_no_sentence_that_was_edited_once(rig: Callable[..., Rig]) -> None:
+    for old, new in (
+        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
+        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
+    ):  # fmt: skip
+        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
+        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_nothing_of_two_modes(rig: Callable[..., Rig]) -> None:
+    """A client that goes from one to the other and back keeps both fronts."""
+    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
+    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_from_three_values_of_a_block(rig: Callable[..., Rig]) -> None:
+    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
+    fronts = ln_fronts(rig(), *moods)
+    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
+    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
+    rig: Callable[..., Rig], dialect: str
+) -> None:
+    """What another conversation taught costs a running one no append."""
+    client = RpClient(rig(), dialect)
+    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
+    talk: list[RpTurn] = [("user", "one")]
+    before = client.send(talk, "Yes.", system=first)
+    other = client.send([("user", "another")], system=second)
+    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
+    talk += [("assistant", "Yes."), ("user", "two")]
+    before = client.extends(before, talk, "No.", system=first)
+    talk += [("assistant", "No."), ("user", "three")]
+    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert before[0] == f"system\n{first}"
+
+
+def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: Callable[..., Rig]) -> None:
+    """Nor one of a block, though the rest of it is told anew."""
+    client = RpClient(rig(), "chat")
+    for n in range(3):
+        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
+        client.send([("user", f"hi {n}")], "Hello.", system=text)
+    text = ln_rules("State:", "gate: shut", "Done.")
+    talk: list[RpTurn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
+    prompt = "\n".join(client.send(talk, system=text))
+    assert "gate: shut" in prompt and "door" not in prompt
+
+
+def test_lift_learns_within_bounds(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    learner = one.proxy.editor.lifter.learner
+    rules = ln_rules().splitlines()
+    for n in range(80):
+        for k in (1, 2):
+            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
+            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
+    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
+
+
+def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: Callable[..., Rig]) -> None:
+    """Of two parts of a system prompt that both have it, the second is left as it is."""
+    client = RpClient(rig(), "messages")
+    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
+    body = {**client.body([("user", "hi")]), "system": parts}
+    told = json.dumps(client.post(body))
+    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
+
+
+def test_replay_restores_a_block_behind_which_a_time_was_added(client: RpClient) -> None:
+    """A client that takes its context out, and adds when the message came."""
+    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
+    before = client.send([("user", f"one{block}")])
+    history: list[RpTurn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
+    history += [("assistant", "ok"), ("user", "two")]
+    client.extends(before, history)
+
+
+@pytest.mark.parametrize(
+    "added", ["[Message Time: 2026-12-02T10:15:07]", "[Ann 2026-12-01]", "[x]"]
+)
+def test_replay_keeps_what_a_client_adds_to_its_history(client: RpClient, added: str) -> None:
+    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
+    client.send([("user", f"one{block}")])
+    history: list[RpTurn] = [("user", f"{added}\none"), ("assistant", "ok"), ("user", "two")]
+    assert client.send(history) == client.came(history)
 
 
 # --- Truth: random conversations over sockets -----------------------------------------------------
@@ -6500,10 +6766,10 @@ def ex_play(
         body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
         prompt = ex_prompt(body, extra.get("headers"), float(now))
         case = ledger.judge(prompt, extra.get("lost_at", -1.0))
-        tokens = prompt.length() // 4
+        tokens = prompt.size // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        case.idle, case.server = extra.get("idle", 0.0), extra.get("server", {})
+        case.idle, case.slots = extra.get("idle", 0.0), extra.get("slots")
         kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
         prompt.number = now + 1
         found.append(case.verdict)
@@ -6794,7 +7060,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: another conversation": (
         [ex_chat(EX_HI), ex_chat("Other words.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "new branch: other tools": (
         [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
@@ -6802,11 +7068,11 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: the last message edited": (
         [EX_NEXT, ex_chat(EX_HI, "ok", "Never mind.")],
-        "new branch turn 3 (user) text",
+        "new branch turn 3 (user)",
     ),
     "new branch: a conversation first seen in its middle": (
         [ex_chat(EX_HI), ex_chat("Other words.", "ok", "Go on.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "lost: another conversation in between": (
         [ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)],
@@ -6837,7 +7103,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             ex_chat(EX_HI),
             (
                 EX_NEXT,
-                (ex_prompt(ex_chat(EX_HI)).length() // 4 - 60) / (ex_prompt(EX_NEXT).length() // 4),
+                (ex_prompt(ex_chat(EX_HI)).size // 4 - 60) / (ex_prompt(EX_NEXT).size // 4),
             ),
         ],
         "extended",
@@ -6868,7 +7134,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "prompt: another": (
         [{"prompt": "Once upon a time"}, {"prompt": "Once more"}],
-        "new branch turn 1 (prompt) text",
+        "new branch turn 1 (prompt)",
     ),
     "prompt: of other roles": ([ex_chat(EX_LONG, system=""), {"prompt": EX_LONG}], "cold"),
     "cold: the same words in another role": (
@@ -6899,7 +7165,9 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        assert verdict.line() == kvproxy.RETURNS.get(verdict.kind, "")
+        again = f"goes on from an older prompt than the newest one ({verdict.kind})"
+        told_again = verdict.name == "new branch" and verdict.kind in ("regenerated", "edited")
+        assert verdict.line() == (again if told_again else "")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
@@ -6914,7 +7182,7 @@ def test_explain_verdict_shows_what_changed() -> None:
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
-        == "changed in tools, tools changed: '' -> 'c'"
+        == "changed in tools, tools changed: 'b' -> 'c, b'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
@@ -7204,7 +7472,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
                 (EX_PAIR[::-1], (ex_thought("So."), {"role": "user", "content": "x"})),
             )
         ],
-        "rewritten turn 3 (tool) order of tool results",
+        "rewritten turn 3 (tool) another order",
         "",
     ),
     "reasoning that is no longer sent": (
@@ -7339,7 +7607,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
 def test_explain_case(name: str) -> None:
     steps, expected, cure = EX_CURED[name]
     verdict = ex_play(steps)[-1]
-    place = verdict.where if verdict.name != "lost" and verdict.kind not in kvproxy.RETURNS else ""
+    place = verdict.where if verdict.name not in ("lost", "new branch") else ""
     assert " ".join(filter(None, (verdict.name, place, verdict.kind))) == expected
     assert verdict.cure == cure and cure in verdict.line()
 
@@ -7373,9 +7641,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
         first = ex_chat("a" * own, system=front)
         other = ex_chat("b" * more, system=front)
         again = ex_chat("a" * own, "ok", "go on", system=front)
-        return ex_play([first, other, (again, 0.3, {"server": server} if server else {})])[
-            -1
-        ].advice
+        return ex_play([first, other, (again, 0.3, server)])[-1].advice
 
     advice = told(100, 8000, 4000)
     assert (
@@ -7475,17 +7741,11 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(body, headers, view) == side
-
-
-def ex_empty(ledger: kvproxy.Ledger) -> bool:
-    while ledger.entries:
-        ledger.forget()
-    return ledger.size == 0 and not ledger.index
+    assert kvproxy.side_of(view, headers) == side
 
 
 def test_explain_ledger_memory() -> None:
-    """It stays within its limit, keeps the newest prompts, and its books close at zero."""
+    """It stays within its limit, and keeps the newest prompts."""
     ledger = kvproxy.Ledger(1 << 20)
     bodies = [
         ex_chat(f"question {n} " + "word " * 400, *(["ok", "more"] * (n % 5))) for n in range(400)
@@ -7495,22 +7755,21 @@ def test_explain_ledger_memory() -> None:
         assert 0 < ledger.size <= ledger.limit
     assert len(ledger.entries) < len(bodies)
     assert ex_play([bodies[-1]], ledger)[0].name == "extended"
-    assert (
-        ex_play([bodies[0]], ledger)[0].name == "new branch"
-    )  # forgotten; the system prompt is not
+    assert ex_play([bodies[0]], ledger)[0].name == "new branch"  # forgotten; the front is not
     ex_play([ex_chat("x" * (3 << 20))], ledger)  # more than all memory: the only one kept
-    assert len(ledger.entries) == 1
-    assert ex_empty(ledger)
+    assert len(ledger.entries) == 1 and ledger.size == ledger.entries[0].memory
 
 
 def test_explain_ledger_counts_what_texts_take() -> None:
-    """One emoji makes each character of a text take four bytes."""
+    """One emoji makes each character of a text take four bytes; the client's form counts, too."""
     ledger = kvproxy.Ledger(4 << 20)
     ex_play([ex_chat(f"{number} \U0001f600 " + "x" * 100000) for number in range(30)], ledger)
-    held = {
-        id(text): sys.getsizeof(text) for entry in ledger.entries.values() for text in entry.texts
-    }
+    held = {id(text): sys.getsizeof(text) for entry in ledger.entries for _, text in entry.segments}
     assert ledger.limit / 2 < sum(held.values()) <= ledger.size <= ledger.limit
+    view = kvproxy.view_of(ex_chat("hi"), kvproxy.DIALECTS["chat/completions"])
+    assert view is not None
+    sent = kvproxy.Prompt(view)
+    assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
 
 
 def test_explain_prompts_make_no_reference_cycles() -> None:
@@ -7551,13 +7810,6 @@ def test_explain_ledger_compares_texts_outside_of_its_lock(
     for steps, _ in EX_VERDICTS.values():
         ex_play(steps, ledger)
     assert held and not any(held)
-
-
-def test_explain_ledger_keeps_equal_beginnings_once() -> None:
-    ledger = kvproxy.Ledger(64 << 20)
-    ex_play([ex_chat("x" * 1000000, *(["ok", "more"] * n)) for n in range(30)], ledger)
-    assert ledger.size < 1500000
-    assert len({id(entry.opening()) for entry in ledger.entries.values()}) == 1
 
 
 def test_explain_ledger_does_not_slow_down() -> None:
@@ -7606,7 +7858,7 @@ def test_explain_ledger_from_many_threads() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert ledger.count == 200 and ledger.size <= ledger.limit
-    assert ex_empty(ledger)
+    assert ledger.size == sum(entry.memory for entry in ledger.entries)
 
 
 # --- a server with a cache of one slot ------------------------------------------------------------
@@ -8005,7 +8257,7 @@ def test_explain_bodies_kept_are_bounded() -> None:
         exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
         metrics.count(exchange)
         held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
-        assert metrics.kept == held <= 1000
+        assert held <= 1000
     assert (
         len(metrics.recent) == 5
         and metrics.recent[-1].received is None
@@ -8021,7 +8273,7 @@ def test_explain_page_before_any_request(rig: Any) -> None:
     answer = one.get("/kvproxy")
     assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
     text = answer.body.decode()
-    assert "No prompt yet" in text and "None yet." in text and "Nothing to show yet." in text
+    assert "No prompt yet" in text and "None yet." in text
     assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
     assert one.get("/kvproxy/requests").json() == {"requests": []}
     assert one.server.seen == []  # the backend was not asked
@@ -8050,10 +8302,6 @@ def test_explain_page(rig: Any) -> None:
     assert (
         "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
     )  # the prompt's text is only text
-    assert (
-        main.count("<rect") == 8
-        and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
-    )
     assert main.count("<li>") == 8
     assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
     for name, _, _ in Config.table():  # every setting, with the value in force
@@ -8166,10 +8414,10 @@ def test_explain_requests(rig: Any) -> None:
     assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
     changes = [line for line in detail["diff"] if line[0] in "+-"]
     assert changes == [
-        "--- received",
-        "+++ forwarded",
-        '-   "content": "[Wed 2026-02-18 20:48 UTC] Hello',
-        '+   "content": "Hello',
+        "--- turn 1 (user)",
+        "+++ turn 1 (user)",
+        "-[Wed 2026-02-18 20:48 UTC] Hello",
+        "+Hello",
     ]
     same = one.get("/kvproxy/requests/2").json()
     assert same["diff"] == [] and same["received"] == same["forwarded"]
@@ -8192,97 +8440,29 @@ def test_explain_requests_that_were_not_json(rig: Any) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-def test_status_long_difference_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 100)
+def test_status_difference_of_a_long_text_is_left_out(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_LINES", 30)
     one = rig(strip_regex=("zap ",))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
-    assert detail["diff"] == [] and "for a diff" in detail["note"]
+    assert detail["diff"] == ["turn 1 (user): too long for a diff"]
     assert "Hello" in detail["forwarded"]
 
 
-def test_status_difference_shows_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long one the middle is left out, and that is told."""
-    monkeypatch.setattr(kvproxy, "DIFF_LINES", 20)
-    lines = [f"line {number}" for number in range(100)]
-    changed = [*lines[:3], "new", "newer", *lines[3:97], "late", *lines[98:]]
-    raw = [json.dumps({"t": "\n".join(each)}).encode() for each in (lines, changed)]
-    diff, note = kvproxy.difference(*raw)
-    assert [row for row in diff[2:] if row[0] in "-+"] == ["+new", "+newer", "-line 97", "+late"]
-    assert note == "81 lines in the middle are not compared"
-
-
-def test_status_difference_behind_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
-    raw = [json.dumps({"t": f"a\n{'x' * 60}{end}\nz"}).encode() for end in "bc"]
-    (old, new) = [row for row in kvproxy.difference(*raw)[0][2:] if row[0] in "-+"]
-    assert old.startswith("-" + "x" * 20 + "... (61 characters, hash ") and new.startswith("+xxx")
-    assert old[1:] != new[1:]
-
-
-def status_apply(before: list[str], diff: list[str]) -> list[str]:
-    """What a unified diff makes of a list of lines."""
-    found, at = [], 0
-    for row in diff[2:]:
-        if row[0] == "@":
-            start = int(row.split()[1][1:]) - 1
-            found += before[at:start]
-            at = start
-        elif row[0] == "+":
-            found.append(row[1:])
-        else:
-            assert before[at] == row[1:]
-            found += [row[1:]] if row[0] == " " else []
-            at += 1
-    return found + before[at:]
-
-
-def status_spell(value: Any) -> list[str]:
-    """A JSON value as the page's difference spells it."""
-    return list(kvproxy.json_lines(json.dumps(value).encode()))
-
-
-def test_status_difference_is_true() -> None:
-    """Applied to the lines before, it gives the lines after; in whatever way both are spelled."""
-    chance = random.Random(5)
-    for _ in range(300):
-        lines = [
-            chance.choice(["a", "b", "", "c d", '"q"', "\\n"]) + str(chance.randrange(9))
-            for _ in range(chance.randrange(40))
-        ]
-        changed = list(lines)
-        for _ in range(chance.randrange(4)):
-            at = chance.randrange(len(changed) + 1)
-            changed[at : at + chance.randrange(6)] = chance.sample(
-                lines, min(len(lines), chance.randrange(4))
-            )
-        values = [
-            {"n": [1, {}], "t": "\n".join(each), "z": [True, "\u00fc\U0001f600"]}
-            for each in (lines, changed)
-        ]
-        raw = [
-            json.dumps(
-                value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])
-            ).encode()
-            for value in values
-        ]
-        diff, note = kvproxy.difference(*raw)
-        before, after = map(status_spell, values)
-        assert status_apply(before, diff) == after and not note
-        assert bool(diff) == (values[0] != values[1])
-        marks = sum(row[0] in "-+" for row in diff[2:])
-        assert marks <= len(before) + len(after)
-
-
-def test_status_difference_of_a_moved_line_is_small() -> None:
-    lines = [f"line {number}" for number in range(500)]
-    moved = [*lines[:3], *lines[4:], lines[3]]
-    diff, _ = kvproxy.difference(
-        *(json.dumps({"t": "\n".join(each)}).encode() for each in (lines, moved))
-    )
-    assert [row for row in diff[2:] if row[0] in "-+"] == [
-        "-line 3", '-line 499"', "+line 499", '+line 3"'
-    ]  # fmt: skip
+def test_status_difference_shows_each_end() -> None:
+    """A prompt is edited at its front and in its newest turn; what stands between is not told."""
+    front, middle = "\n".join(f"rule {number}" for number in range(90)), [("turn 1 (user)", "a")]
+    middle += [(f"turn {number} (assistant)", "ok") for number in range(2, 300)]
+    before = [("system", front + "\nclock 1"), *middle, ("turn 300 (user)", "hi")]
+    after = [("system", front), *middle, ("turn 300 (user)", "clock 1\nhi")]
+    diff = kvproxy.difference(before, after)
+    assert [row for row in diff if row[0] in "-+" and row[1] not in "-+"] == [
+        "-clock 1",
+        "+clock 1",
+    ]
+    assert len(diff) < 20 and kvproxy.difference(after, after) == []
 
 
 STATUS_HEAVY = {
@@ -8308,19 +8488,18 @@ def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
     start, piece, end = STATUS_HEAVY[kind]
     bodies = []
     for word in (b"before", b"after"):
-        edges = [b'{"first": "%s' % word, b'", "x": ', b', "last": "%s"}' % word]
-        bodies.append(edges[0] + edges[1] + start + piece * (size // len(piece)) + end + edges[2])
+        front = b'{"system": "%s", "messages": [{"role": "user", "content": [{"x": ' % word
+        heavy = start + piece * (size // len(piece)) + end
+        bodies.append(front + heavy + b'}, {"type": "text", "text": "%s"}]}]}' % word)
     request = request_head("POST", "/v1/messages")
     exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
     exchange.received, exchange.forwarded = bodies
     return exchange
 
 
-@pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
-    """The relay's copy of the answer counts as well; what every page takes does not."""
-    pages, size, fixed = Proxy(Config()).pages, 40_000, 600_000
-    exchange = status_heavy(kind, size)
+def status_peak(exchange: kvproxy.Exchange) -> int:
+    """The memory that a request's page takes, with the relay's copy of it."""
+    pages = Proxy(Config()).pages
     gc.collect()
     tracemalloc.start()
     try:
@@ -8329,12 +8508,23 @@ def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(sent) > len(body) and peak < 10 * size + fixed, peak / size
-    detail = json.loads(body)
-    if "note" not in detail:
-        assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
-    else:
-        assert "lines" in detail["note"]
+    assert json.loads(body)["forwarded"] and len(sent) > len(body)
+    return peak
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 1000)
+    assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
+    """Bodies that are short enough to be compared may take more, but not much."""
+    exchange = status_heavy(kind, 40_000)
+    assert status_peak(exchange) < 64 * 40_000
+    detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
+    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
 
 
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
@@ -8345,16 +8535,6 @@ def test_status_detail_takes_linear_time(kind: str) -> None:
         exchange = status_heavy(kind, size)
         times.append(min(timed(pages.detail, exchange) for _ in range(3)))
     assert times[1] < 3 * times[0] + 0.05, times
-
-
-def test_status_detail_of_a_body_that_is_no_text() -> None:
-    pages = Proxy(Config()).pages
-    exchange = status_heavy("numbers", 10)
-    raw = exchange.received = exchange.forwarded = bytes(300_000)
-    answer = pages.detail(exchange)[1]
-    detail = json.loads(answer)
-    assert "received is cut" in detail["note"] and "forwarded is cut" in detail["note"]
-    assert len(answer) < 8 * len(raw) and detail["received"].endswith("\x00...")
 
 
 def test_status_detail_has_bodies_whole(rig: Any) -> None:
@@ -8826,10 +9006,8 @@ def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
         and rows[0]["report"]["regex_removed"] == int(scrub_)
         and rows[0]["verdict"] == "cold"
     )
-    assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
-    assert [row["text"] for row in rows[2:5]] == [
-        body.decode() for body in odd[1:]
-    ]  # not what a parser makes of them
+    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
+        assert row["bytes"] == len(raw) and "body" not in row
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -8848,7 +9026,7 @@ def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: 
 def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
-    one.proxy.capture.limit = 30000
+    one.proxy.capture.maxBytes = 30000
     for number in range(12):
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
     assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
@@ -8861,7 +9039,7 @@ def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
     )  # larger than the limit: alone in its file
     assert len(ex_rows(path)) == 1
     second = rig(capture_file=str(path))  # what is there from before counts
-    second.proxy.capture.limit = 30000
+    second.proxy.capture.maxBytes = 30000
     ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
     if os.name == "posix":
@@ -8884,14 +9062,14 @@ def test_files_capture_trouble(
     if place == "breaks later":
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
 
-        class Full:
-            def write(self, text: str) -> None:
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
                 raise OSError(28, "No space left on device")
 
             def close(self) -> None:
                 raise OSError(28, "No space left on device")
 
-        one.proxy.capture.file = Full()
+        one.proxy.capture.stream = Full()
     answers: list[int] = []
     threads = [
         threading.Thread(
@@ -8906,7 +9084,7 @@ def test_files_capture_trouble(
     one.finished(8)
     assert answers == [200] * 8
     assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        f"capture stopped: {path} cannot be written"
+        f"CAPTURE_FILE: {path} cannot be written"
     )
 
 
@@ -9093,7 +9271,7 @@ def test_files_log_is_opened_anew_after_a_rename(
     log.warning("five")
     assert path.read_text().endswith("five\n")
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"kvproxy: LOG_FILE={str(path)!r} cannot be written: ")
+    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
@@ -9275,48 +9453,14 @@ def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None
     assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
 
 
-@pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
-def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
-    rig: Any, tmp_path: Path, end: str
-) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    raw = rb'{"apiKey" : "HU\"SH", "a": {"password":"HUSH"}, "x": "said \"token\": \"said\"", "x": 1, "token": '
-    raw += b"[" * 5000 + b"]" * 5000 + b"}" if end == "deep" else end.encode()
-    one.post(EX_CHAT_PATH, raw)
-    one.finished(1)
-    text = ex_rows(path)[0]["text"]
-    assert "SH" not in text and '"apiKey" : "***", "a": {"password":"***"}' in text
-    assert r"said \"token\": \"said\"" in text
-
-
-def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
-    """The pattern for bodies that are no JSON must not backtrack."""
-    capture = Proxy(Config()).capture
-    for piece in (
-        '"key":"',
-        '"key":"\\',
-        '"',
-        '\\"',
-        '"key"   ',
-        ":",
-        '"key" :"a\\"',
-        "a",
-        "?a",
-        "&",
-        ";a",
-        "=",
-        "&a;",
-    ):
-        for function in (
-            lambda text: kvproxy.JSON_PAIR.sub(kvproxy.hidden, text),
-            capture.without_secrets,
-        ):
-            times = []
-            for size in (60_000, 120_000):
-                text = piece * (size // len(piece))
-                times.append(min(timed(function, text) for _ in range(3)))
-            assert times[1] < 3 * times[0] + 0.01, piece
+def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
+    """The patterns for secrets in addresses must not backtrack."""
+    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
+        times = []
+        for size in (60_000, 120_000):
+            text = piece * (size // len(piece))
+            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
+        assert times[1] < 3 * times[0] + 0.01, piece
 
 
 def timed(function: Callable[..., Any], *args: Any) -> float:
@@ -9432,7 +9576,7 @@ def test_explain_inspect_capture() -> None:
     )
     assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
     assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
-        ("system, counter after 'Token gauge:'", 2, 0)
+        ("system, counter: 'Token gauge:'", 2, 0)
     ]
     assert (
         findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
@@ -9449,7 +9593,7 @@ def test_explain_inspect_orders_findings_by_waste() -> None:
         for n in range(3)
     ]
     _, findings = ex_rows_of(ex_captured(*bodies))
-    assert findings[0]["cause"] == "system, clock after 'Clock:'"
+    assert findings[0]["cause"] == "system, clock: 'Clock:'"
     assert "tools, tool order" in [found["cause"] for found in findings]
     waste = [found["tokens"] for found in findings]
     assert waste == sorted(waste, reverse=True) and len(findings) >= 3
@@ -9747,10 +9891,10 @@ EX_NEW_ROWS = [
         None,
         None,
         None,
-        "no slot held a similar prompt, cancelled",
+        "no similar slot",
         "no similar slot",
     ),
-    (1, 7200, 5040, 0.3, 0.3, None, "little in common with what the slot held", "low similarity"),
+    (1, 7200, 5040, 0.3, 0.3, None, "low similarity", "low similarity"),
 ]
 
 EX_OLD_LOG = """\
@@ -9787,7 +9931,7 @@ EX_OLD_ROWS = [
         0.95,
         None,
         5250.0,
-        "the slot held a similar prompt, but most was read again",
+        "not all kept",
         "not all kept",
     ),
     (
@@ -9797,7 +9941,7 @@ EX_OLD_ROWS = [
         0.9,
         0.2,
         250.0,
-        "a part of what the slot held was thrown away",
+        "slot cut",
         "slot cut",
     ),
 ]
@@ -9928,7 +10072,7 @@ def test_explain_inspect_table() -> None:
     )
     assert max(len(line) for line in lines if line[:1] in "- ") < 130
     code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
-    assert code == 0 and "Nothing was wasted." in out and " ~" in out and "estimated" in out
+    assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
 
 
 # --- check ----------------------------------------------------------------------------------------
@@ -10030,7 +10174,7 @@ def test_explain_check_lm_studio(
     unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
     code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
     assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
-    assert "the server does not tell" in out and "bench" in out
+    assert "the server does not tell" in " ".join(out.split()) and "bench" in out
 
 
 def test_explain_check_of_a_server_with_a_key(
@@ -10142,7 +10286,7 @@ def test_explain_page_in_a_browser(
         re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
         and "broken in" not in text.split("<main>")[0]
     )
-    assert text.count("<rect") == 4 and "nothing like it was sent before" in text
+    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
     assert [seen.target for seen in one.server.seen] == [
         EX_CHAT_PATH
     ] * 4  # no /favicon.ico, nothing else
@@ -10163,7 +10307,7 @@ def test_explain_page_in_a_browser_when_the_proxy_is_away(
 
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2 and text.count("<rect") == 3
+    assert len(served) >= 2 and text.count("<li>") == 3
     assert (
         re.search(r'class="state bad">kvproxy does not answer', text)
         and "<title>kvproxy does not answer" in text
@@ -10282,12 +10426,6 @@ def relay_error(answer: Answer, anthropic: bool = False) -> str:
     return str(message)
 
 
-@pytest.fixture
-def relay_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections to the server are kept for as long as a slow machine may need."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 1000.0)
-
-
 @pytest.fixture(params=["rdhup", "peek", "select"])
 def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
@@ -10297,13 +10435,8 @@ def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param != "rdhup":
         monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
     if request.param == "select":
-        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
+        monkeypatch.delattr(select, "poll")
     return str(request.param)
-
-
-def relay_pooled(made: Rig) -> None:
-    """Wait until the connection of the answer just received can be used again."""
-    wait_for(lambda: made.proxy.backend.pool.idle, "the connection to be kept")
 
 
 @pytest.fixture(scope="module")
@@ -11058,16 +11191,14 @@ def test_relay_connection_is_kept_or_closed_as_asked(
         assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
 
 
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig]) -> None:
-    """They pass as they are, and the next request goes over both connections again."""
+    """They pass as they are, and the client's next request comes over the same connection."""
     made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
     peer = made.connect()
     for status in (400, 401, 404, 413, 429, 500, 501, 503, 599):
         answer = peer.send(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % status).response("GET")
         assert (answer.status, answer.json()) == (status, {"error": f"/{status}"})
         assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
-    assert made.server.connections == 1
 
 
 def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig]) -> None:
@@ -11290,8 +11421,7 @@ RELAY_BAD_ANSWERS = [
 
 @relay_table("data,end", RELAY_BAD_ANSWERS)
 def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes, end: str) -> None:
-    """One attempt, a 502 that says so in the API's style, and the connection to the server is not
-    used again."""
+    """One attempt, and a 502 that says so in the API's style."""
     made = rig(relay_says(data, end=end))
     answer = made.post("/v1/chat/completions", RELAY_HELLO)
     assert answer.status == 502, answer.head
@@ -11301,12 +11431,6 @@ def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes,
     assert answer.status == 502
     relay_error(answer, anthropic=True)
     assert len(made.server.seen) == made.server.connections == 2
-    wait_for(
-        lambda: (
-            all(link.sock.fileno() < 0 for link in made.server.links)
-            or not made.proxy.backend.pool.idle
-        )
-    )
 
 
 @pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
@@ -11402,7 +11526,6 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
     ],
 )
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_interim_answers_are_not_the_answer(
     rig: Callable[..., Rig], interim: bytes, split: bool
 ) -> None:
@@ -11414,7 +11537,6 @@ def test_relay_interim_answers_are_not_the_answer(
     for _ in range(2):
         answer = peer.send(RELAY_POST).response()
         assert (answer.status, answer.body) == (200, b"ok")
-    assert made.server.connections == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
@@ -11471,7 +11593,6 @@ def test_relay_answer_before_the_body_is_read(
     wait_for(lambda: made.proxy.running == 0)
     over.set()
     assert [seen.target for seen in made.server.seen] == [path]
-    assert not made.proxy.backend.pool.idle
 
 
 @pytest.mark.parametrize("part", [b"", b"half of the bo"])
@@ -11515,7 +11636,6 @@ def test_relay_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
             held.append(os.dup(0))
         held.append(os.dup(0))
         assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-        made.proxy.backend.pool.close()
         return made.server.links[-1].sock.fileno() > 1023
 
     try:
@@ -11545,199 +11665,53 @@ def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
     assert "s3cret" not in "\n".join(made.log.lines)
 
 
-# --- connections that are used again --------------------------------------------------------------
+# --- one connection for each request --------------------------------------------------------------
 
 
-def relay_closing(*answers: bytes | None) -> Script:
-    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
-    is closed."""
-    count = iter(range(1000))
-
-    def script(link: Link, seen: Seen) -> None:
-        number = next(count)
-        answer = answers[number] if number < len(answers) else None
-        if answer is None:
-            return link.reply(b"answer %d" % number)
-        link.send(answer)
-        link.close()
-
-    return script
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -> None:
-    made = rig()
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        assert made.post(path, RELAY_HELLO).status == 200
-        relay_pooled(made)
-    for method in ("GET", "OPTIONS", "DELETE"):
-        assert made.get("/", method=method).status == 200
-        relay_pooled(made)
-    assert made.server.connections == 1
-    # A body that is passed on as it comes cannot be sent twice, so it gets a connection of its own.
-    assert made.post("/x", b"x").status == 200
-    assert made.server.connections == 2
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_kept_after_a_stream_of_llama_server(
-    rig: Callable[..., Rig],
-) -> None:
-    """It says keep-alive and closes; what were sent on it would be sent in vain."""
-    made = rig()
-    for _ in range(2):
-        answer = made.post("/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}')
-        assert answer.body.endswith(b"data: [DONE]\n\n")
-        assert not made.proxy.backend.pool.idle
-    assert made.server.connections == 2
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_on_a_stale_connection_is_repeated_once(
-    rig: Callable[..., Rig], method: str
-) -> None:
-    """The server closes a used connection on a request without a byte of an answer: it goes out
-    again, on a new one."""
-    made = rig(relay_closing(None, b""))
-
-    def ask() -> Answer:
-        return made.post("/v1/chat/completions", RELAY_HELLO) if method == "POST" else made.get("/")
-
-    assert ask().body == b"answer 0"
-    relay_pooled(made)
-    assert ask().body == b"answer 2"
-    assert (len(made.server.seen), made.server.connections) == (3, 2)
-    assert made.server.seen[1].head == made.server.seen[2].head
-    assert made.server.seen[1].body == made.server.seen[2].body
-
-
-RELAY_NO_REPEAT = [
-    ("new connection", [b""], 1),
-    ("new connection after a stale one", [None, b"", b""], 3),
-    ("part of a status line", [None, b"HTT"], 2),
-    ("part of a head", [None, RELAY_OK_HEAD + b"Conte"], 2),
-    ("interim answer", [None, b"HTTP/1.1 100 Continue\r\n\r\n"], 2),
-    ("early hints and part of a head", [None, b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"], 2),
-    ("garbage", [None, b"garbage\r\n\r\n"], 2),
-]
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_is_repeated_once_however_many_are_stale(rig: Callable[..., Rig]) -> None:
-    together = threading.Barrier(3)
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/together":
-            together.wait(PATIENCE)
-            return link.reply(b"ok")
-        link.close()
-
-    made = rig(script)
-    peers = [made.raw(b"GET /together HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(3)]
-    assert [peer.response("GET").status for peer in peers] == [200] * 3
-    wait_for(lambda: len(made.proxy.backend.pool.idle) == 3)
-    assert made.get("/alone").status == 502
-    assert [seen.target for seen in made.server.seen].count("/alone") == 2
-
-
-@relay_table("answers,count", RELAY_NO_REPEAT)
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_is_not_repeated_when_it_may_have_run(
-    rig: Callable[..., Rig], answers: list[bytes | None], count: int
-) -> None:
-    made = rig(relay_closing(*answers))
-    for answer in answers:
-        if answer is None:
-            assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-            relay_pooled(made)
+@relay_table(
+    "answer",
+    [
+        ("nothing", b""),
+        ("part of a status line", b"HTT"),
+        ("part of a head", RELAY_OK_HEAD + b"Conte"),
+        ("interim answer", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints and part of a head", b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"),
+        ("garbage", b"garbage\r\n\r\n"),
+    ],
+)
+def test_relay_request_is_not_repeated(rig: Callable[..., Rig], answer: bytes) -> None:
+    """The server may have run it."""
+    made = rig(relay_says(answer, end="close"))
     answered = made.post("/v1/chat/completions", RELAY_HELLO)
     assert answered.status == 502
     relay_error(answered)
-    assert len(made.server.seen) == count
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[..., Rig]) -> None:
-    made = rig(relay_closing(None, RELAY_OK_HEAD + b"Content-Length: 10\r\n\r\nhalf"))
-    assert made.get("/").status == 200
-    relay_pooled(made)
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    with pytest.raises((EOFError, ConnectionError)):
-        peer.response("GET")
-    assert len(made.server.seen) == 2
+    assert len(made.server.seen) == 1
 
 
 @relay_table(
     "answer",
     [
         (
-            "more bytes behind a length",
+            "behind a length",
             RELAY_OK_HEAD
             + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
         ),
         (
-            "half an answer behind a length",
-            RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n",
-        ),
-        (
-            "more bytes behind chunks",
+            "behind chunks",
             RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
         ),
-        ("more bytes behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
-        ("close", RELAY_OK_HEAD + b"Connection: Close\r\nContent-Length: 2\r\n\r\nok"),
-        ("close in a list", RELAY_OK_HEAD + b"Connection: x, CLOSE\r\nContent-Length: 2\r\n\r\nok"),
-        (
-            "keep alive of one second",
-            RELAY_OK_HEAD + b"Keep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok",
-        ),
-        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+        ("behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
     ],
 )
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_that_must_not_be_used_again(
+def test_relay_bytes_that_nobody_asked_for_are_nobodys(
     rig: Callable[..., Rig], answer: bytes
 ) -> None:
     made = rig(relay_says(answer))
-    for _ in range(3):
-        assert made.get("/").body == (b"" if b" 204 " in answer else b"ok")
-    assert made.server.connections == 3
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_without_a_request_is_nobodys(rig: Callable[..., Rig]) -> None:
-    """Bytes that come on an idle connection are not the next request's answer."""
-    made = rig()
-    assert made.get("/").status == 200
-    relay_pooled(made)
-    made.server.links[0].send(RELAY_OK_HEAD + b"Content-Length: 4\r\n\r\nevil")
-    wait_for(
-        lambda: select.select([made.proxy.backend.pool.idle[0].sock], [], [], 0)[0],
-        "the bytes to arrive",
-    )
-    assert b"evil" not in made.get("/").body
-    assert made.server.connections == 2
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_used_beyond_its_time(rig: Callable[..., Rig]) -> None:
-    made = rig()
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert peer.response("GET").status == 200
-    relay_pooled(made)
-    made.proxy.backend.pool.idle[0].expires = time.monotonic()
-    assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
-    assert made.server.connections == 2
-
-
-def test_relay_idle_connections_to_the_server_are_closed_in_time(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the server closes them, and without another request that would notice."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.2)
-    made = rig()
-    assert made.get("/").status == 200
-    wait_for(lambda: made.server.links[0].sock.fileno() < 0, "the server to see the end")
+    peer = made.connect()
+    for number in range(1, 4):
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").body == (b"" if b" 204 " in answer else b"ok")
+        assert made.server.connections == number
 
 
 # --- framing of answers ---------------------------------------------------------------------------
@@ -11755,7 +11729,6 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
         ("OPTIONS", "OPTIONS", b"HTTP/1.1 204 No\r\nAccess-Control-Allow-Origin: http://a\r\n\r\n", [b"Access-Control-Allow-Origin: http://a"]),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_answers_without_a_body(
     rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]
 ) -> None:
@@ -11767,7 +11740,6 @@ def test_relay_answers_without_a_body(
         head = peer.until(b"\r\n\r\n")
         assert head.split(b"\r\n")[1:-2] == lines
         assert head.split(b"\r\n")[0] == data.split(b"\r\n")[0]
-    assert made.server.connections == 1
     assert not peer.buf
 
 
@@ -11809,7 +11781,6 @@ RELAY_CHUNK_STREAMS = [
 
 @pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
 @relay_table("coded", RELAY_CHUNK_STREAMS)
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, coded: bytes) -> None:
     """However they are cut into packets, the end is seen, and both connections can be used
     again."""
@@ -11836,7 +11807,6 @@ def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, cod
         )
         assert peer.take(len(coded)) == coded
     assert not peer.buf
-    assert made.server.connections == 1
 
 
 def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
@@ -12080,7 +12050,6 @@ def relay_watch(made: Rig, ended: threading.Event) -> None:
     assert ended.wait(PATIENCE)
     wait_for(lambda: made.proxy.running == 0)
     assert time.monotonic() - begun < 8
-    assert not made.proxy.backend.pool.idle
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
@@ -12577,7 +12546,6 @@ def relay_tls(
     return make
 
 
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
     """Larger than a TLS record and every buffer, both ways; connections are used again."""
     body = random.Random(2).randbytes(6 << 20)
@@ -12594,7 +12562,6 @@ def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
         assert made.post(
             "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
         ).body.endswith(b"data: [DONE]\n\n")
-    assert made.server.connections <= 5  # none is kept after a stream
 
 
 @pytest.mark.parametrize("phase", ["before the head", "between events"])
@@ -12669,7 +12636,6 @@ def test_relay_tls_context_is_built_once(
         load(context, *purpose)
 
     monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.0)
     made = relay_tls()
     for _ in range(3):
         assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
@@ -12898,7 +12864,6 @@ def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
         thread.join()
     for fault in faults:
         raise fault
-    made.proxy.backend.pool.close()
     slack = {"Exchange": 1, "descriptors": 2}
 
     def over() -> bool:
@@ -12949,9 +12914,11 @@ def run_python(
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """The cells of a table printed by demo or bench, a list of texts per turn."""
-    lines = [line for line in text.splitlines() if re.match(r" +\d+ \|", line)]
-    return [line.replace("|", " ").split() for line in lines]
+    """The cells of a table printed by demo or bench, a list of texts per turn of a run: turn,
+    prompt, read, ms."""
+    return [
+        line.split() for line in re.findall(r"(?m)^(?:straight|through kvproxy) +(\d+ .*)", text)
+    ]
 
 
 # --- demo -----------------------------------------------------------------------------------------
@@ -12968,11 +12935,10 @@ def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     assert ran.returncode == 0 and ran.stderr == ""
     assert "SIMULATED" in ran.stdout
     rows = table_rows(ran.stdout)
-    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
-    numbers = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
-    for prompt, read, reused, _, prompt2, read2, reused2, _ in numbers[1:]:
-        assert prompt == read + reused and reused < 0.05 * prompt
-        assert prompt2 == read2 + reused2 and reused2 > 0.95 * prompt2
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"] * 2
+    numbers = [[int(cell.replace(",", "")) for cell in row] for row in rows]
+    for (_, prompt, read, _), (_, prompt2, read2, _) in zip(numbers[1:5], numbers[6:], strict=True):
+        assert read > 0.95 * prompt and read2 < 0.05 * prompt2
     ratio = re.search(r"([\d.]+) times", ran.stdout)
     assert ratio and float(ratio[1]) > 5
     assert list((tmp_path / "empty").iterdir()) == []
@@ -12993,9 +12959,8 @@ def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 def test_demo_refuses_senseless_numbers(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        kvproxy.main(["demo", *option])
-    assert ended.value.code == 2 and option[0] in capsys.readouterr().err
+    assert kvproxy.main(["demo", *option]) == 2
+    assert option[0] in capsys.readouterr().err
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -13047,16 +13012,10 @@ def test_bench_against_a_server(
     assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
     told = capsys.readouterr()
     assert told.err == ""
-    begin, _, _ = told.out.partition("turn 1 of 3")
-    assert (
-        "3 turns" in begin
-        and "600 tokens" in begin
-        and bench_server.url in begin
-        and "s on a server" in begin
-    )
-    assert [told.out.count(f"turn {n} of 3") for n in (1, 2, 3)] == [2, 2, 2]
-    rows = table_rows(told.out)
-    assert [row[0] for row in rows] == ["1", "2", "3"]
+    begin, _, _ = told.out.partition("straight  ")
+    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin
+    assert "s on a server" in begin
+    assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
@@ -13088,8 +13047,8 @@ def test_bench_heads_are_never_the_same(
     assert len({head[:60] for head in runs}) == 4
     assert heads[0][:60] == heads[1][:60] and heads[2] == heads[3]
     rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
-    reused = [int(row[column].replace(",", "")) for row in rows for column in (3, 7)]
-    assert max(reused) < 60
+    cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
+    assert max(prompt - read for prompt, read in cells) < 60
 
 
 def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -13107,7 +13066,7 @@ def test_bench_against_a_server_without_numbers(
     bench_server.script = PrefixCache(numbers=False)
     assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
     rows = table_rows(capsys.readouterr().out)
-    assert [row[1:4] + row[5:8] for row in rows] == [["-"] * 6] * 2
+    assert [row[1:3] for row in rows] == [["-", "-"]] * 4
 
 
 @pytest.mark.parametrize("json_wanted", [False, True])
@@ -13794,7 +13753,6 @@ def test_warmup_again_after_the_server_was_away(
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path))
     wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
-    one.proxy.backend.pool.close()
     one.server.close()
     assert one.get("/v1/models").status == 502
     again = FakeServer(port=one.server.port)
@@ -13987,7 +13945,7 @@ def test_warmup_file_written_by_many_threads_stays_whole(
     rig: Callable[..., Rig], by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning")
+    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
 
     def client(name: int) -> None:
         for number in range(4):
@@ -15129,6 +15087,8 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     history is restored only behind the answer that was heard. The numbers are the server's own."""
     script = [
         after["messages"][len(before["messages"]) - 1]
+        if len(after["messages"]) > len(before["messages"])
+        else {"role": "assistant", "content": "That is all."}
         for before, after in itertools.pairwise(bodies)
     ]
 
@@ -15210,6 +15170,45 @@ def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[s
             {"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)}
         )
     return requests
+
+
+def invented_client(mark: str) -> list[dict[str, Any]]:
+    """Two conversations of a client that no table knows: an id that changes on each turn stands
+    near the front, and a block behind the newest text that is gone from the history."""
+    system = real_system(mark, 700).split("\n", 1)
+    requests = []
+    for talk in range(2):
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            job = f"Your job is {0x7F3A9C1B2D00 + 16 * talk + turn:x}."
+            front = {"role": "system", "content": "\n".join([system[0], job, system[1]])}
+            said = f"Talk {talk}, question {turn}: {kvproxy.filler(20, turn)}"
+            state = f"\n\n<desk_state>\nstep {turn}: {kvproxy.filler(20, 7)}\n</desk_state>"
+            newest = {"role": "user", "content": said + state}
+            body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat")}
+            requests.append({**body, "messages": [front, *messages, newest]})
+            answer = f"Answer {turn} of talk {talk} is this."
+            messages += [
+                {"role": "user", "content": said},
+                {"role": "assistant", "content": answer},
+            ]
+    return requests
+
+
+def test_real_invented_client_is_learned(llama: Llama) -> None:
+    """After the first change only what is new is read, in this conversation and the next."""
+    straight = [real_post(llama.url, PATHS["chat"], body) for body in invented_client("Ann")]
+    bodies = invented_client("Bob")
+    with (
+        scripted_answers(llama.url, bodies) as url,
+        Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy,
+    ):
+        through = [real_post(proxy.url, PATHS["chat"], body) for body in bodies]
+    show("an invented client", straight, through)
+    for prompt, read in straight[1:]:
+        assert read > 0.9 * prompt
+    for prompt, read in through[2:]:
+        assert read < 0.2 * prompt
 
 
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
