@@ -5938,7 +5938,9 @@ class Pages:
         if rate >= least and again < 3:
             return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
         hint = f"{metrics.cause('cold').capitalize()}."
-        missed = next((one.verdict for one in reversed(judged) if one.verdict.name in MISSES), None)
+        misses = [one for one in judged if one.verdict.name in MISSES]
+        misses.sort(key=lambda one: one.cached < least * one.prompt)  # the newest one of these last
+        missed = misses[-1].verdict if misses else None
         cure, state = "", f"The cache misses: only {int(100 * rate)}% reused"
         if missed is not None and again >= 3:
             state = f"The last {again} prompts were read again: {missed.name}"
@@ -6091,11 +6093,13 @@ def waits(exchange: Exchange) -> str:
 
 
 def diff_line(line: str) -> str:
-    """A line of a unified diff as HTML."""
+    """A line of a unified diff as HTML; what stays is not shown at length."""
     kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
+    line = line if kind or len(line) <= STAYS_SHOWN else line[:STAYS_SHOWN] + " ..."
     return f'<span class="{kind}">{html.escape(line)}</span>' if kind else html.escape(line)
 
 
+STAYS_SHOWN = 160  # characters
 BODY_SHOWN = 100_000  # bytes of a body on a request's page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
@@ -6181,6 +6185,9 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         if not args.json:
             cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
             print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
+            if (name, turn, args.command) == ("straight", 1, "bench"):
+                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
+                print(f"At this pace, about {left} more.")
     return rows
 
 
@@ -6211,6 +6218,23 @@ def compare(args: Words, config: Config, name: str) -> None:
         print(json.dumps({**runs, "ratio": ratio}))
     elif ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+
+
+def next_steps(config: Config, url: str) -> str:
+    """What to do after a demo or a bench, to be copied; the same in every shell."""
+    here = os.path.basename(__file__)
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
+    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
+    run = [f'"{word}"' if " " in word else word for word in run]
+    port = config.listen_port or 1234
+    if urllib.parse.urlsplit(url).port == port:
+        port += 1
+    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
+    here = f"http://127.0.0.1:{port}"
+    return (
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
+        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+    )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
@@ -6248,7 +6272,8 @@ def command_demo(args: Words, config: Config) -> int:
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
+        print(next_steps(config, config.backend_url or CANDIDATES[0]))
+        print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6267,6 +6292,8 @@ def command_bench(args: Words, config: Config) -> int:
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
+    if not args.json:
+        print(next_steps(config, url))
     return 0
 
 
@@ -6296,6 +6323,8 @@ def command_check(args: Words, config: Config) -> int:
         told.append("short context")
     for name in told or ["no fault"]:
         text = ADVICE[name].format(context=context)
+        if found["product"] == "LM Studio":
+            text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 

@@ -8948,7 +8948,7 @@ def test_status_hints_at_a_doubled_v1(rig: Any) -> None:
 
 
 def test_server_keeps_the_lines_of_a_request_together(rig: Any) -> None:
-    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info", learn=False)
+    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info", warn_reuse=0.0, learn=False)
     numbers: list[str] = []
 
     class Slow(kvproxy.logging.Handler):
@@ -10539,6 +10539,38 @@ def test_explain_check_lm_studio(
     code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
     assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
     assert "the server does not tell" in " ".join(out.split()) and "bench" in out
+
+
+@pytest.mark.parametrize(("loaded", "told"), [(8192, "context 8192, "), (None, "")])
+def test_commands_check_lm_studios_context(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    loaded: int | None,
+    told: str,
+) -> None:
+    """Of the model that is loaded; what a model could have at most says nothing."""
+    models = {"data": [{"id": "a", "owned_by": "organization_owner"}]}
+    own = [
+        {"id": "a", "state": "not-loaded", "loaded_context_length": 5},
+        {"id": "b", "state": "loaded", "max_context_length": 131072},
+    ]
+    if loaded:
+        own[1]["loaded_context_length"] = loaded
+    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
+    script = ex_answers({"/v1/models": models, "/api/v0/models": {"data": own}}, unknown)
+    code, out = ex_check(monkeypatch, capsys, script)
+    assert code == 0 and out.splitlines()[0] == f"URL: LM Studio, {told}model b"
+    words = " ".join(out.split())
+    assert ("8,192 tokens of context" in words) is bool(loaded) and "-np" not in words
+    assert ("raise Context Length" in words) is bool(loaded)
+
+
+def test_commands_check_names_llama_swap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"data": [{"id": "qwen", "object": "model", "owned_by": "llama-swap"}]}
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}))
+    assert code == 0 and out.splitlines()[0] == "URL: llama-swap, model qwen"
 
 
 def test_explain_check_of_a_server_with_a_key(
@@ -13304,7 +13336,24 @@ def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
         assert read > 0.95 * prompt and read2 < 0.05 * prompt2
     ratio = re.search(r"([\d.]+) times", ran.stdout)
     assert ratio and float(ratio[1]) > 5
+    line = f"{tmp_path / 'copy' / 'renamed.py'} BACKEND_URL=http://127.0.0.1:8080\n"
+    assert line in ran.stdout and "agent http://127.0.0.1:1234/v1 (" in ran.stdout
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "told"),
+    [
+        ("http://a:8080", 1234, "BACKEND_URL=http://a:8080"),
+        ("http://a:1234", 1234, "BACKEND_URL=http://a:1234 LISTEN_PORT=1235"),
+        ("http://a:8080", 99, "BACKEND_URL=http://a:8080 LISTEN_PORT=99"),
+    ],
+)
+def test_commands_name_the_next_step(url: str, port: int, told: str) -> None:
+    text = kvproxy.next_steps(Config(listen_port=port), url)
+    assert text.split("\n")[2].endswith(f"kvproxy.py {told}")
+    used = told.partition("LISTEN_PORT=")[2] or "1234"
+    assert f"http://127.0.0.1:{used}/v1 " in text and f"http://127.0.0.1:{used}/kvproxy" in text
 
 
 def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13380,6 +13429,8 @@ def test_bench_against_a_server(
     assert "s on a server" in begin
     assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
+    assert told.out.count("At this pace, about ") == 1
+    assert f"kvproxy.py BACKEND_URL={bench_server.url}\n" in told.out
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
