@@ -13430,7 +13430,7 @@ def test_bench_against_a_server(
     assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
     assert told.out.count("At this pace, about ") == 1
-    assert f"kvproxy.py BACKEND_URL={bench_server.url}\n" in told.out
+    assert f"kvproxy.py BACKEND_URL={bench_server.url}/v1\n" in told.out
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
