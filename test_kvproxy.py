@@ -15775,6 +15775,53 @@ def test_real_warmup_holds_its_own_conversation(
 # --- README.md: kept true -------------------------------------------------------------------------
 
 
+def test_readme_is_short_and_its_contents_lead_somewhere() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 250
+    heads = re.findall(r"(?m)^##+ (.*)", text)
+    anchors = {re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-") for head in heads}
+    linked = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(linked) > 10 and set(linked) <= anchors
+    assert all(
+        not line.startswith("## ") or line[3:] in text.split("## ")[0] for line in text.splitlines()
+    )
+
+
+def test_readme_examples_are_what_programs_read() -> None:
+    text = README.read_text(encoding="utf-8")
+    blocks = [re.sub("(?m)^    ", "", one) for one in re.findall(r"(?:(?:^|\n)    .*)+", text)]
+    openclaw, opencode = (json.loads(one) for one in blocks if one.strip().startswith("{ "))
+    assert openclaw["models"]["providers"]["local"]["baseUrl"] == "http://127.0.0.1:1234/v1"
+    assert opencode["provider"]["local"]["options"]["baseURL"] == "http://127.0.0.1:1234/v1"
+    toml = pytest.importorskip("tomllib")
+    (codex,) = (one for one in blocks if "model_provider" in one)
+    assert toml.loads(codex)["model_providers"]["kvproxy"]["wire_api"] == "responses"
+
+
+def test_readme_patterns_do_what_it_says(rig: Callable[..., Rig]) -> None:
+    text = README.read_text(encoding="utf-8")
+    named = dict(re.findall(r"`([A-Z]+_REGEX)='([^'`]*)'`", text))
+    one = rig(**{name.lower(): (pattern,) for name, pattern in named.items()}, learn=False)
+    system = "Build 17 of the agent.\n" + EX_LONG * 12 + "\nTokens used: {}\nBe nice.\n"
+    first = one.forwarded(
+        EX_CHAT_PATH, ex_chat("hi\n<status>busy</status>", system=system.format(7))
+    )
+    front = first["messages"][0]["content"]
+    assert "Build" not in front and "Tokens used" not in front and "Be nice." in front
+    assert "Tokens used: 7" in first["messages"][1]["content"]
+    history = ex_chat("hi", "ok", "and you?", system=system.format(8))
+    second = one.forwarded(EX_CHAT_PATH, history)
+    assert second["messages"][:2] == first["messages"]  # the block is back
+    assert "Tokens used: 8" in second["messages"][3]["content"]
+
+
+def test_readme_shows_what_was_learned_as_the_log_does() -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"`learned: {kvproxy.learned(kvproxy.Shape('Your ID is #'))}`" in text
+    for name in kvproxy.VERDICTS:
+        assert f"| {name} | " in text
+
+
 def test_readme_lists_every_setting_as_it_is() -> None:
     """Rows `| `NAME` | default | meaning |` between the lines <!-- settings --> and <!-- /settings
     -->."""
