@@ -57,10 +57,11 @@ PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs 
 
 def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
     """Poll until `condition` holds; for states that no event announces."""
-    until = time.monotonic() + PATIENCE
+    until, pause = time.monotonic() + PATIENCE, 0.0001
     while not (value := condition()):
         assert time.monotonic() < until, f"timed out waiting for {what}"
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
     return value
 
 
@@ -528,6 +529,28 @@ class LogLines(kvproxy.logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def freeze_what_pytest_holds() -> Iterator[None]:
+    """The garbage collector need not look at thousands of test items again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What is alive inside was made inside, and goes without the garbage collector's help or stays:
+    gc.get_objects() does not tell of what was there before."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 SHARED: list[Rig] = []  # those that live longer than one test
 
 
@@ -549,6 +572,47 @@ def shared_rig(**settings: Any) -> Iterator[Rig]:
     made.close()
     for fault in made.server.faults:
         raise fault
+
+
+def process(
+    *args: str, stdin: Any = subprocess.DEVNULL, **settings: str
+) -> subprocess.Popen[bytes]:
+    """kvproxy as a program, with these settings and no others. It is imported, since a script would
+    be compiled on each start."""
+    known = tuple(name.upper() for name in Config.__dataclass_fields__)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys, kvproxy; sys.exit(kvproxy.main())", *args],
+        cwd=HERE,
+        env={**kept, "PYTHONIOENCODING": "ascii", **settings},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@contextlib.contextmanager
+def served(until: str, **settings: str) -> Iterator[list[str]]:
+    """What a serving process writes to stderr: up to a line with `until` at first, and all of it
+    when it was told to stop."""
+    started = process(LISTEN_PORT="0", **settings)
+    alarm = threading.Timer(3 * PATIENCE, started.kill)
+    alarm.start()
+    lines: list[str] = []
+    assert started.stderr is not None
+    try:
+        for line in started.stderr:
+            lines.append(line.decode().rstrip("\n"))
+            if until in lines[-1]:
+                break
+        yield lines
+    finally:
+        started.terminate()
+        out, err = started.communicate()
+        lines += err.decode().splitlines()
+        alarm.cancel()
+        alarm.join()
+    assert out == b"" and (os.name == "nt" or started.returncode == 0), lines
 
 
 @pytest.fixture
@@ -574,22 +638,6 @@ def rig() -> Iterator[Callable[..., Rig]]:
 # ==================================================================================================
 
 SCRUB_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
-
-
-def scrub_command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run kvproxy.py as a user does, with these settings and no others."""
-    command = [sys.executable, str(Path(kvproxy.__file__)), *args]
-    environ = scrub_environ(**environ)
-    return subprocess.run(
-        command, check=False, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE
-    )
-
-
-def scrub_environ(**environ: str) -> dict[str, str]:
-    settings = tuple(name.upper() for name in SCRUB_FIELDS)
-    return {
-        key: value for key, value in os.environ.items() if not key.startswith(settings)
-    } | environ
 
 
 def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
@@ -638,15 +686,15 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     yield "LISTEN_PORT", "9" * 5000, "must be"
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), list(scrub_bad_values()))
-def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None:
-    with pytest.raises(kvproxy.ConfigError) as caught:
-        Config.from_env({name: value, "PATH": "/bin"})
-    message = str(caught.value)
-    assert message.startswith(name + "="), message
-    assert repr(value) in message
-    assert allowed in message
-    assert "\n" not in message
+def test_scrub_bad_setting_is_named() -> None:
+    for name, value, allowed in scrub_bad_values():
+        told = ""
+        try:
+            Config.from_env({name: value, "PATH": "/bin"})
+        except kvproxy.ConfigError as error:
+            told = str(error)
+        assert told.startswith(f"{name}={value!r}: ") and allowed in told, (name, value, told)
+        assert "\n" not in told
 
 
 @pytest.mark.parametrize(
@@ -774,7 +822,8 @@ def test_scrub_bad_value_stops_every_command(
 
 
 def test_scrub_bad_value_as_a_user_sees_it() -> None:
-    ended = scrub_command(LISTEN_PORT="65536")
+    command = [sys.executable, str(SOURCE), "LISTEN_PORT=65536"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
 
@@ -880,19 +929,6 @@ def test_config_misspelt_variables() -> None:
     assert found["LISTEN_HORT"] in ("LISTEN_HOST", "LISTEN_PORT")  # one letter from both
 
 
-def test_config_misspelt_variable_is_told_at_the_start() -> None:
-    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_ULR": "http://127.0.0.1:9"}
-    command = [sys.executable, str(SOURCE), "BACKEND_URL=http://127.0.0.1:9"]
-    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr
-        line = next(line for line in process.stderr if "BACKEND_ULR" in line)
-        assert "is BACKEND_URL meant?" in line
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
 def test_config_old_pythons_can_read_the_file() -> None:
     """As far as to tell that they are too old."""
     import ast
@@ -929,43 +965,37 @@ def test_config_help_fits_the_terminal(
     assert max(map(len, lines)) <= max(70, min(columns, 118))
 
 
-@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other"])
-def test_config_taken_port_tells_by_whom(rig: Callable[..., Rig], owner: str) -> None:
+@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
+def test_config_taken_port_tells_by_whom(
+    rig: Callable[..., Rig], capsys: pytest.CaptureFixture[str], owner: str
+) -> None:
     owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
 
     def script(link: Link, seen: Seen) -> None:
+        if owner == "silent":
+            return link.close()
         if not seen.target.startswith("/v1/models"):
             return link.reply({"error": "what?"}, 404)
         link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
 
     one = rig(script if owner != "kvproxy" else None)
     port = one.port if owner == "kvproxy" else one.server.port
-    ended = scrub_command(LISTEN_PORT=str(port), BACKEND_URL="http://127.0.0.1:9")
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert kvproxy.main([f"LISTEN_PORT={port}", "BACKEND_URL=http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and str(port) in told
     if owner == "kvproxy":
-        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in ended.stderr
-    elif owner == "other":
-        assert "Set LISTEN_PORT" in ended.stderr
+        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in told
+    elif owner in ("other", "silent"):
+        assert "Set LISTEN_PORT" in told
     else:
         line = f"python kvproxy.py BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
-        assert f"{owner} has it." in ended.stderr and line in ended.stderr
-
-
-def test_scrub_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = scrub_command(LISTEN_PORT=str(port))
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert (
-        ended.stderr.count("\n") == 1
-        and str(port) in ended.stderr
-        and "LISTEN_PORT" in ended.stderr
-    )
+        assert f"{owner} has it." in told and line in told
 
 
 def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
+    monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
     assert kvproxy.main([]) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
@@ -981,73 +1011,6 @@ def test_scrub_log_file_that_cannot_be_written(
     assert shown.count("\n") == 1 and "LOG_FILE" in shown and str(tmp_path) in shown
 
 
-def test_scrub_import_has_no_effect() -> None:
-    """No environment read, thread, socket, output, signal handler or log handler; the standard
-    library may have some."""
-    program = f"""
-import sys
-sys.path.insert(0, {str(Path(kvproxy.__file__).parent)!r})
-import kvproxy
-del sys.modules["kvproxy"]
-import collections.abc, logging, os, signal, threading
-class Untouched(collections.abc.MutableMapping):
-    def __getitem__(self, key): raise AssertionError("environment read: " + key)
-    __setitem__ = __delitem__ = __contains__ = get = __getitem__
-    def __iter__(self): raise AssertionError("environment listed")
-    __len__ = __iter__
-os.environ = Untouched()
-events = []
-sys.addaudithook(lambda name, args: events.append((name, args)))
-handlers = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
-import kvproxy
-told = [name for name, args in events if name.split(".")[0] in ("socket", "subprocess", "os", "signal", "urllib")]
-told += [args for name, args in events if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
-assert not [name for name in told if name not in ("os.listdir", "os.scandir")], told
-assert threading.active_count() == 1
-assert logging.getLogger().handlers == [] and "kvproxy" not in logging.Logger.manager.loggerDict
-assert handlers == {{number: signal.getsignal(number) for number in signal.valid_signals()}}
-kvproxy.scrub({{"messages": []}}, kvproxy.Config())
-assert threading.active_count() == 1
-"""
-    command = [sys.executable, "-B", "-c", program]
-    ended = subprocess.run(
-        command,
-        check=False,
-        env=scrub_environ(),
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
-@contextlib.contextmanager
-def scrub_served(**environ: str) -> Iterator[list[str]]:
-    """The start-up lines of a kvproxy process, up to the one on the backend."""
-    command = [sys.executable, str(Path(kvproxy.__file__))]
-    process = subprocess.Popen(
-        command, env=scrub_environ(LISTEN_PORT="0", **environ), stderr=subprocess.PIPE, text=True
-    )
-    alarm = threading.Timer(3 * PATIENCE, process.kill)
-    alarm.start()
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line.rstrip("\n"))
-            if " backend" in line:
-                break
-        yield lines
-    finally:
-        process.terminate()
-        lines += process.stderr.read().splitlines()
-        process.stderr.close()
-        code = process.wait()
-        alarm.cancel()
-        alarm.join()
-    assert os.name == "nt" or code == 0, lines
-
-
 def scrub_props(link: Link, seen: Seen) -> None:
     if seen.target == "/props":
         settings = {"n_ctx": 4096}
@@ -1059,7 +1022,7 @@ def scrub_props(link: Link, seen: Seen) -> None:
 def test_scrub_start_lines_name_address_and_backend() -> None:
     server = FakeServer(scrub_props)
     try:
-        with scrub_served(BACKEND_URL=server.url) as lines:
+        with served("backend", BACKEND_URL=server.url) as lines:
             assert len(lines) == 2, lines
             told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
             assert told and told[1] == kvproxy.__version__
@@ -1079,11 +1042,16 @@ def test_scrub_start_lines_name_address_and_backend() -> None:
         server.close()
 
 
-def test_scrub_start_lines_when_no_backend_answers(tmp_path: Path) -> None:
-    with scrub_closed_port() as url, scrub_served(BACKEND_URL=url) as lines:
-        assert "listens on http://127.0.0.1:" in lines[0]
+def test_scrub_start_lines_when_no_backend_answers() -> None:
+    """And a variable that is misspelt."""
+    with (
+        scrub_closed_port() as url,
+        served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines,
+    ):
+        assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
+        assert "listens on http://127.0.0.1:" in lines[1]
         for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
-            assert fact in lines[1], fact
+            assert fact in lines[2], fact
 
 
 @contextlib.contextmanager
@@ -1448,12 +1416,12 @@ SCRUB_KEPT_USER = (
 
 
 @pytest.mark.parametrize("text", SCRUB_KEPT_USER)
-@scrub_forms
-def test_scrub_user_text_is_kept(dialect: str, parts: bool, text: str) -> None:
-    body = scrub_body(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == body
-    assert report.edits() == report.items_modified == 0
+def test_scrub_user_text_is_kept(text: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = scrub_body(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body, (dialect, parts)
+        assert report.edits() == report.items_modified == 0
 
 
 def test_scrub_responses_input_string() -> None:
@@ -1490,34 +1458,32 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("value", SCRUB_VALUES)
 @scrub_forms
-def test_scrub_ids_with_misleading_values(
-    dialect: str, parts: bool, value: Any, indent: int | None
-) -> None:
+def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int | None) -> None:
     """The same value as the id's own, before it, after it, nested, and in the block of the system
     prompt."""
-    rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
-    ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
-            "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
-    head = {"flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-            "chat_id": value, "sender_id": value, "tail": value}  # fmt: skip
-    inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
-    for first, second in (
-        (ided, inbound),
-        (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
-    ):
-        turned = first is not ided
-        left = dict(reversed(rest.items())) if turned else rest
-        meta = dict(reversed(head.items())) if turned else head
-        body = scrub_body(dialect, ("system", scrub_block("Meta", second, indent)),
-                          ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
-        wanted = scrub_body(dialect, ("system", scrub_block("Meta", meta, indent)),
-                            ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
-        result, report = scrubbed(body, dialect)
-        assert result == wanted
-        assert report.msg_ids_removed == 6
+    for value in SCRUB_VALUES:
+        rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
+        ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
+                "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
+        head = {"flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
+                "chat_id": value, "sender_id": value, "tail": value}  # fmt: skip
+        inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
+                   "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
+        for first, second in (
+            (ided, inbound),
+            (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
+        ):
+            turned = first is not ided
+            left = dict(reversed(rest.items())) if turned else rest
+            meta = dict(reversed(head.items())) if turned else head
+            body = scrub_body(dialect, ("system", scrub_block("Meta", second, indent)),
+                              ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
+            wanted = scrub_body(dialect, ("system", scrub_block("Meta", meta, indent)),
+                                ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
+            result, report = scrubbed(body, dialect)
+            assert result == wanted, value
+            assert report.msg_ids_removed == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -2225,10 +2191,7 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
     def make(size: int) -> str:
         return start + piece * (size // len(piece)) + end
 
-    assert_linear(scrub_work, make, 8192)
-    begun = time.thread_time()
-    scrub_work(make(100_000))
-    assert time.thread_time() - begun < 1
+    assert_linear(scrub_work, make)
 
 
 def scrub_work(text: str) -> None:
@@ -2247,7 +2210,7 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """A long text is not copied for each of many cuts."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
     start, piece, end = SCRUB_HOSTILE[name]
-    assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 20)
+    assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 18)
 
 
 @pytest.mark.parametrize(
@@ -2719,8 +2682,8 @@ def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, 
 
 
 @pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("depth", [500, 990, 1100, 2000, 9000])
-@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+@pytest.mark.parametrize("depth", [500, 990, 2000, 9000])
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
 def test_scrub_nested_bodies(
     scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
 ) -> None:
@@ -2745,12 +2708,16 @@ def test_scrub_nested_bodies(
 
 @pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
 def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
-    """Where parsing just succeeds, what comes after it may go one level too deep."""
+    """Where parsing just succeeds, what comes after it may go one level too deep (where the parser
+    counts levels as Python does: up to 3.11)."""
     proxy = Proxy(Config(log_level="error", **MARKED_OFF))
     proxy.log.addHandler(log := LogLines())
     head = request_head("POST", "/v1/messages")
     hello = f"{MARK}hello"
-    for depth in range(300, 1100):
+    limit, frame, frames = sys.getrecursionlimit(), sys._getframe(), 0
+    while frame := frame.f_back:  # type: ignore[assignment]
+        frames += 1
+    for depth in range(30, 180):
         deep = opener * depth + "1" + closer * depth
         for content in (
             f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
@@ -2758,11 +2725,17 @@ def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> N
         ):
             exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
             exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
-            proxy.prepare(exchange)
-            proxy.explain(exchange)
+            sys.setrecursionlimit(frames + 160)  # small bodies will do
+            try:
+                proxy.prepare(exchange)
+                proxy.explain(exchange)
+            finally:
+                sys.setrecursionlimit(limit)
             assert exchange.report.note in ("", "nested too deeply")
             assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
     assert log.lines == []
+    if sys.version_info < (3, 12):
+        assert exchange.report.note
 
 
 def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
@@ -4686,22 +4659,18 @@ def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None
         return sum(isinstance(one, kinds) for one in gc.get_objects())
 
     counts = []
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for number in range(60):
             turns: list[RpTurn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
             client.send([*turns, ("assistant", "ok"), ("user", "go")], system=rp_date("2026-12-01"))
             if number % 20 == 19:
                 counts.append(alive())
-    finally:
-        gc.enable()
     assert counts[2] < counts[0] + 60, counts
 
 
 def test_replay_memory_goes_back() -> None:
-    """A hundred different requests of 1 MB, without the garbage collector."""
-    desk, text = RpDesk(replay_mb=1), "x" * 500_000
+    """A hundred different requests of half a MB, without the garbage collector."""
+    desk, text = RpDesk(replay_mb=1), "x" * 250_000
     desk.send(RP_HELLO)
     gc.disable()
     tracemalloc.start()
@@ -5977,7 +5946,7 @@ def tr_shrunk(
     return steps, world
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "24"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "12"))))
 def test_replay_truth_of_random_worlds(seed: int) -> None:
     """Whatever clients do, the server gets what this client means now, and nobody else's."""
     fault, _ = tr_run(seed, range(25))
@@ -6509,7 +6478,7 @@ def test_explain_heavy_prompts(name: str) -> None:
     def work(bodies: list[ExJson]) -> None:
         ex_play(bodies)
 
-    assert_linear(work, EX_HEAVY[name], 1 << 16)
+    assert_linear(work, EX_HEAVY[name])
 
 
 # --- ledger and verdicts --------------------------------------------------------------------------
@@ -7646,7 +7615,7 @@ def test_explain_ledger_does_not_slow_down() -> None:
             sys.setprofile(None)
         return count
 
-    few, many = calls(100), calls(2000)
+    few, many = calls(50), calls(800)
     assert many < 1.5 * few
 
 
@@ -7892,62 +7861,29 @@ def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
     assert len(one.log.lines) == lines
 
 
-def ex_run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """kvproxy.py as a command; settings of the outside do not count."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name.lower() not in kvproxy.Config.__dataclass_fields__
-    }
-    return subprocess.run(
-        [sys.executable, kvproxy.__file__, *args],
-        env={**clean, **environ}, check=False, capture_output=True, text=True, encoding="utf-8", timeout=60,
-    )  # fmt: skip
-
-
 def test_explain_log_file(tmp_path: Path) -> None:
+    """It goes on where an earlier run ended, and stderr is quiet."""
     server, log = FakeServer(), tmp_path / "kvproxy.log"
     log.write_text("from before\n", encoding="utf-8")
-    environ = {
-        **os.environ,
-        "BACKEND_URL": server.url,
-        "LISTEN_PORT": "0",
-        "LOG_FILE": str(log),
-        "LOG_LEVEL": "info",
-    }
-    process = subprocess.Popen(
-        [sys.executable, kvproxy.__file__], env=environ, stderr=subprocess.PIPE
-    )
+    started = process(BACKEND_URL=server.url, LISTEN_PORT="0", LOG_FILE=str(log), LOG_LEVEL="info")
+
+    def told(pattern: str) -> Any:
+        return wait_for(lambda: re.search(pattern, log.read_text("utf-8")), pattern)
+
     try:
-        found = wait_for(
-            lambda: re.search(r"listens on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")),
-            "the port",
-        )
-        peer = Peer(socket.create_connection(("127.0.0.1", int(found[1])), PATIENCE))
+        port = int(told(r"listens on http://127\.0\.0\.1:(\d+)")[1])
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
         body = json.dumps(ex_chat("Gr\u00fc\u00dfe")).encode()
-        peer.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
-        assert peer.response().status == 200
-        wait_for(
-            lambda: "POST /v1/chat/completions | items=2" in log.read_text("utf-8"), "the line"
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        assert peer.send(head % len(body), body).response().status == 200
+        told(r"POST /v1/chat/completions \| items=2")
     finally:
-        process.terminate()
-        _, err = process.communicate(timeout=PATIENCE)
+        started.terminate()
+        _, err = started.communicate(timeout=PATIENCE)
         server.close()
     lines = log.read_text("utf-8").splitlines()
-    assert lines[0] == "from before" and re.match(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1]
-    )
-    assert err == b""
-
-
-def test_explain_log_file_that_cannot_be_written(tmp_path: Path) -> None:
-    ran = ex_run("serve", LOG_FILE=str(tmp_path / "no" / "log"), LISTEN_PORT="0")
-    assert ran.returncode == 2 and "LOG_FILE" in ran.stderr and "Traceback" not in ran.stderr
+    assert lines[0] == "from before" and err == b""
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
 
 
 # --- metrics: hit rate, warning, time saved -------------------------------------------------------
@@ -8374,35 +8310,38 @@ def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
     return exchange
 
 
-@pytest.mark.parametrize("kind", STATUS_HEAVY)
+@pytest.mark.parametrize("kind", ["lists", "lines", "escapes", "quotes", "one emoji", "deep"])
 def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
-    """The relay's copy of the answer counts as well; what every page takes does not."""
-    pages, size, fixed = Proxy(Config()).pages, 40_000, 600_000
-    exchange = status_heavy(kind, size)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        body = pages.detail(exchange)[1]
-        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(sent) > len(body) and peak < 10 * size + fixed, peak / size
-    detail = json.loads(body)
-    if "note" not in detail:
-        assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
-    else:
-        assert "lines" in detail["note"]
+    """The relay's copy of the answer counts as well; what every page takes does not. A text with an
+    emoji takes four bytes a letter."""
+    pages, peaks = Proxy(Config()).pages, []
+    for size in (3_000, 9_000):
+        exchange = status_heavy(kind, size)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            body = pages.detail(exchange)[1]
+            sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert len(sent) > len(body)
+        detail = json.loads(body)
+        if "note" not in detail:
+            assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
+        else:
+            assert "lines" in detail["note"]
+    assert peaks[1] - peaks[0] < (14 if kind == "one emoji" else 10) * 6_000, peaks
 
 
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
 def test_status_detail_takes_linear_time(kind: str) -> None:
     pages = Proxy(Config()).pages
     times = []
-    for size in (10_000, 20_000):
+    for size in (5_000, 10_000):
         exchange = status_heavy(kind, size)
-        times.append(min(timed(pages.detail, exchange) for _ in range(3)))
-    assert times[1] < 3 * times[0] + 0.05, times
+        times.append(min(timed(pages.detail, exchange) for _ in range(2)))
+    assert times[1] < 3 * times[0] + 0.03, times
 
 
 def test_status_detail_of_a_body_that_is_no_text() -> None:
@@ -8588,15 +8527,21 @@ EX_FOREIGN = (
 )
 
 
+@pytest.fixture(scope="module")
+def ex_asked() -> Iterator[Rig]:
+    """A rig that was asked something."""
+    with shared_rig(allowed_hosts="my.name, other.name") as made:
+        ex_exchange(made, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+        yield made
+
+
 @pytest.mark.parametrize(
     ("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN]
 )
-def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
+def test_explain_host_rule(ex_asked: Rig, host: str, known: bool) -> None:
     """DNS rebinding: a page of another site reaches the proxy under that site's name."""
-    one = rig(allowed_hosts="my.name, other.name")
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
     for path in EX_PAGES:
-        answer = one.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
+        answer = ex_asked.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
         assert (answer.status == 200) is known and (known or answer.status == 403), path
         assert known or b"secret prompt" not in answer.body
 
@@ -8617,15 +8562,13 @@ def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
         ("Origin: x\r\nSec-Fetch-Site: same-origin\r\n", 403),
     ],
 )
-def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) -> None:
-    one = rig()
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+def test_explain_other_sites_see_nothing(ex_asked: Rig, headers: str, status: int) -> None:
     for path in EX_PAGES[:3]:
-        answer = one.get(path, headers)
+        answer = ex_asked.get(path, headers)
         assert answer.status == status and (status == 200 or b"secret prompt" not in answer.body)
     for path in (*EX_PAGES, "/kvproxy/none"):
         for method in ("GET", "OPTIONS", "POST"):
-            answer = one.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
+            answer = ex_asked.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
             assert not [
                 name for name, _ in answer.headers if name.lower().startswith(b"access-control-")
             ]
@@ -9041,26 +8984,19 @@ def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
 # --- files: the capture, the log, the warm-up's heads -------------------------------------------------
 
 
-FILES_SERVE = "import sys, kvproxy; sys.exit(kvproxy.main(['serve']))"
-
-
-def files_serve(**settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `serve` until it ends by itself; a start that is not stopped would run for ever."""
-    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_URL": "http://127.0.0.1:9", **settings}
-    command = [sys.executable, "-c", FILES_SERVE]
-    return subprocess.run(
-        command, check=False, cwd=HERE, env=environ, capture_output=True, text=True, timeout=60
-    )
-
-
 @pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
 @pytest.mark.parametrize("place", ["missing folder", "a folder"])
-def test_files_that_cannot_be_written_stop_the_start(tmp_path: Path, name: str, place: str) -> None:
+def test_files_that_cannot_be_written_stop_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
+) -> None:
     """One line that names the setting and says what to do; the status of a bad setting."""
     path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
-    ended = files_serve(**{name: str(path)})
-    assert ended.returncode == 2 and ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a start that is not stopped ends there
+        port = taken.getsockname()[1]
+        assert kvproxy.main([f"{name}={path}", f"LISTEN_PORT={port}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
     assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
     assert line.endswith("); name a file in a folder that you may write to")
     assert os.listdir(tmp_path) == []
@@ -9171,20 +9107,10 @@ def test_files_full_disk_costs_one_line(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_files_full_disk_as_a_user_sees_it() -> None:
     """One line while it runs, and none more when it ends."""
-    environ = {
-        **os.environ,
-        "LISTEN_PORT": "0",
-        "LOG_FILE": "/dev/full",
-        "BACKEND_URL": "http://127.0.0.1:9",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(SOURCE)], env=environ, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr
-    line = process.stderr.readline()
-    process.terminate()
-    _, more = process.communicate(timeout=60)
-    assert "No space left" in line and more == ""
+    settings = {"LOG_FILE": "/dev/full", "BACKEND_URL": "http://127.0.0.1:9"}
+    with served("No space left", **settings) as lines:
+        pass
+    assert len(lines) == 1 and "No space left" in lines[0]
 
 
 @pytest.mark.parametrize("fault", ["write", "replace"])
@@ -9694,23 +9620,20 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
     talk = [ex_chat("a", "ok", greetings[0]), ex_chat("a", "ok", greetings[1], "ok", "y")]
-    path.write_text(ex_captured(*talk) * 500)
-    command = [sys.executable, kvproxy.__file__, "inspect"]
-    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    with subprocess.Popen(
-        [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().split()[0] == b"#"
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(PATIENCE) == 1
+    path.write_text(ex_captured(*talk) * 10 + "no JSON\n")
     with path.open("rb") as file:
-        ran = subprocess.run(
-            [*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False
-        )
-    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 1000
-    assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in ran.stdout
+        out, err = process("inspect", "-", stdin=file).communicate(timeout=60)
+    assert err == b"" and out.count(b"\n") > 20
+    assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in out
+    started, many = process("inspect", "-", stdin=subprocess.PIPE), ex_captured(*talk) * 100
+    assert started.stdin and started.stdout and started.stderr
+    started.stdin.write(many.encode())  # makes more lines than a buffer holds
+    assert started.stdout.readline().split()[0] == b"#"
+    started.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        started.stdin.write(many.encode())
+        started.stdin.close()
+    assert started.stderr.read() == b"" and started.wait(PATIENCE) == 1
 
 
 def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
@@ -9718,7 +9641,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
 ) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
     line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
-    left, alive, most = 1000, 0, 0
+    left, alive, most = 200, 0, 0
 
     class Row(dict):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -9748,7 +9671,7 @@ def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
     )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert kvproxy.main(["inspect", "-"]) == 0
-    assert out.getvalue().count("\n") > 1000 and most < 10
+    assert out.getvalue().count("\n") > 200 and most < 10
 
 
 # --- inspect: llama-server's logs -----------------------------------------------------------------
@@ -10291,6 +10214,11 @@ def relay_leave(sock: socket.socket, how: str) -> None:
 
 def relay_chunks(*pieces: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+RELAY_LARGE = (
+    8 << 20
+)  # a body that the sockets on the way cannot hold: Linux gives one 4 MB to send
 
 
 def relay_head_only(link: Link) -> Seen:
@@ -10932,19 +10860,23 @@ RELAY_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize("origin", ["", "Origin: http://evil.example\r\n"], ids=["", "origin"])
+@pytest.fixture(scope="module")
+def named_rig() -> Iterator[Rig]:
+    """A rig that answers to other names as well."""
+    with shared_rig(allowed_hosts="llm.example.com, other.example") as made:
+        yield made
+
+
 @relay_table("host,known", RELAY_HOSTS)
-def test_relay_host_on_loopback(
-    rig: Callable[..., Rig], host: str, known: bool, origin: str
-) -> None:
+def test_relay_host_on_loopback(named_rig: Rig, host: str, known: bool) -> None:
     """A web page that makes its own name point here is refused, whatever it asks for."""
-    made = rig(allowed_hosts="llm.example.com, other.example")
     for path in ("/v1/models", "/kvproxy/health"):
-        data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
-        if known:
-            assert made.raw(data).response("GET").status == 200
-        else:
-            relay_refused(made, data, (400, 403, 421), "GET")
+        for origin in ("", "Origin: http://evil.example\r\n"):
+            data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
+            if known:
+                assert named_rig.raw(data).response("GET").status == 200
+            else:
+                relay_refused(named_rig, data, (400, 403, 421), "GET")
 
 
 RELAY_BROWSER = [
@@ -11162,7 +11094,7 @@ RELAY_SLOW = [  # what was asked before, what comes then, what is answered
 
 def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
     """One that is begun is answered; a connection on which nothing came is just closed."""
-    made = rig(header_timeout=0.3)
+    made = rig(header_timeout=0.1)
     peers = []
     for first, data, _ in RELAY_SLOW:
         peers.append(made.connect())
@@ -11179,7 +11111,7 @@ def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
 
 def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
     """A byte now and then does not put the deadline off."""
-    made = rig(header_timeout=0.3)
+    made = rig(header_timeout=0.1)
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
     over = threading.Event()
     thread = relay_drip(peer, over)
@@ -11215,7 +11147,7 @@ def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threadi
 
     def drip() -> None:
         with contextlib.suppress(OSError):
-            while not over.wait(0.02):
+            while not over.wait(0.01):
                 peer.sock.sendall(data)
 
     thread = threading.Thread(target=drip, daemon=True)
@@ -11238,7 +11170,7 @@ def test_relay_dripping_body_is_given_up(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, start: bytes, head: bytes, data: bytes
 ) -> None:
     """However a body comes, it has a minute for each MB, and a minute at least."""
-    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.05)
     made = rig()
     over = threading.Event()
     peer = made.raw(start + head)
@@ -11423,7 +11355,7 @@ def test_relay_server_that_takes_no_body(rig: Callable[..., Rig]) -> None:
     made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
     made.server.read = relay_head_only  # type: ignore[method-assign]
     for path in ("/v1/chat/completions", "/x"):
-        answer = made.post(path, b"x" * (16 << 20))
+        answer = made.post(path, b"x" * RELAY_LARGE)
         assert answer.status == 504
         relay_error(answer)
     ended.set()
@@ -11442,7 +11374,7 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
             held.append(socket.socket())
             held[-1].setblocking(False)
             held[-1].connect_ex(listener.getsockname())
-        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.3)
+        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.1)
         answer = made.post("/v1/chat/completions", RELAY_HELLO)
         assert answer.status == 504
         relay_error(answer)
@@ -11479,7 +11411,7 @@ def test_relay_interim_answers_are_not_the_answer(
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], path: str) -> None:
     """It comes while most of the body is still on the way."""
-    body = b"x" * (8 << 20)
+    body = b"x" * RELAY_LARGE
 
     def script(link: Link, seen: Seen) -> None:
         link.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 10")
@@ -11494,8 +11426,7 @@ def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], pa
 
 
 @pytest.mark.parametrize("end", ["close", "half-close", "keep"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-@pytest.mark.parametrize("status", [413, 401])
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 413), ("/files", 401)])
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_answer_before_the_body_is_read(
     rig: Callable[..., Rig], path: str, status: int, end: str
@@ -11513,7 +11444,7 @@ def test_relay_answer_before_the_body_is_read(
 
     made = rig(script)
     made.server.read = relay_head_only  # type: ignore[method-assign]
-    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200000
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * (RELAY_LARGE // 40)
     peer = made.connect()
     got: queue.Queue[Answer] = queue.Queue()
     thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
@@ -11792,7 +11723,7 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the server closes them, and without another request that would notice."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.2)
+    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.05)
     made = rig()
     assert made.get("/").status == 200
     wait_for(lambda: made.server.links[0].sock.fileno() < 0, "the server to see the end")
@@ -11986,7 +11917,7 @@ def test_relay_cut_answer_looks_cut(
         else:
             relay_leave(link.sock, end)
 
-    made = rig(script, read_timeout=0.2)
+    made = rig(script, read_timeout=0.1)
     peer = made.raw(
         RELAY_CHAT.replace(b"1.1", version)
         + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
@@ -12084,7 +12015,7 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
 
     def script(link: Link, seen: Seen) -> None:
         link.stream()
-        link.sock.settimeout(0.5)
+        link.sock.settimeout(0.2)
         piece = b"%x\r\n%s\r\n" % (len(block), block)
         rest = piece
         for _ in range(100 << 4):
@@ -12114,7 +12045,7 @@ def test_relay_reader_that_stops_for_good_is_given_up(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is freed after a while."""
-    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.1)
 
     def script(link: Link, seen: Seen) -> None:
         link.stream()
@@ -12246,7 +12177,7 @@ def test_relay_client_that_leaves_while_a_large_body_is_sent(
     made = rig(script)
     made.server.read = relay_head_only  # type: ignore[method-assign]
     peer = made.connect()
-    body = b"x" * (32 << 20)
+    body = b"x" * RELAY_LARGE
     peer.send(
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
@@ -12673,7 +12604,7 @@ def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
 ) -> None:
     go = threading.Event()
     made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (32 << 20) + b"x" * (32 << 20))
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % RELAY_LARGE + b"x" * RELAY_LARGE)
     made.server.requests(1)
     peer.close()
     wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
@@ -12681,7 +12612,7 @@ def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
 
 
 def test_relay_tls_server_that_hangs(relay_tls: Callable[..., Rig]) -> None:
-    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.3)
+    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.1)
     assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
 
 
@@ -12697,9 +12628,9 @@ def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig],
     threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
     with contextlib.suppress(OSError):
         peer.send(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {32 << 20}\r\n\r\n".encode()
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {RELAY_LARGE}\r\n\r\n".encode()
         )
-        peer.send(b"x" * (32 << 20))
+        peer.send(b"x" * RELAY_LARGE)
     answer = got.get(timeout=PATIENCE)
     assert (answer.status, answer.json()) == (413, {"error": "early"})
 
@@ -12902,9 +12833,12 @@ def relay_left_over() -> dict[str, int]:
     return found
 
 
-def test_relay_leaves_nothing_for_the_garbage_collector(rig: Callable[..., Rig]) -> None:
+def test_relay_leaves_nothing_for_the_garbage_collector(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a request held is free when it ends, also on a connection that stays open: bodies are
     large, and the collector seldom looks."""
+    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.1)  # a kept connection holds its last answer
     made = rig(keep_requests=0)
 
     def left() -> dict[str, int]:
@@ -12912,10 +12846,7 @@ def test_relay_leaves_nothing_for_the_garbage_collector(rig: Callable[..., Rig])
         kinds = (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)
         return {kind.__name__: things.count(kind) for kind in kinds}
 
-    gc.collect()
-    before = left()
-    gc.disable()
-    try:
+    with without_collector():
         idle = made.connect()
         for number in range(5):
             stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
@@ -12929,22 +12860,23 @@ def test_relay_leaves_nothing_for_the_garbage_collector(rig: Callable[..., Rig])
                     peer.close()
         wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
         wait_for(lambda: not made.proxy.running, "the last request to end")
-        one = {**before, "Relay": before["Relay"] + 1}
-        wait_for(lambda: all(left()[kind] <= one[kind] for kind in one), "all to be free")
-    finally:
-        gc.enable()
+        wait_for(
+            lambda: left() == {"Exchange": 0, "Relay": 1, "Response": 0},
+            "all but `idle` to be free",
+        )
 
 
-def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
+def test_relay_many_faults(rig: Callable[..., Rig]) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
+    each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
     made = rig(relay_misbehave, read_timeout=0.1, keep_requests=1)
     before = relay_left_over()
     faults: list[BaseException] = []
 
     def run(seed: int) -> None:
         try:
-            for number in range(250):
+            for number in range(each):
                 relay_one_fault(made, random.Random(seed * 1000 + number))
         except BaseException as fault:  # noqa: BLE001 - for the test's own thread
             faults.append(fault)
