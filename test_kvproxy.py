@@ -551,6 +551,111 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
+# --- request bodies -------------------------------------------------------------------------------
+
+Json = dict[str, Any]
+Turn = tuple[str, Any]  # (role, text or texts), (calls, ids), (results, ids), (reasoning, text)
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+FRONTS = {"responses": "instructions", "messages": "system"}  # where a system text stands beside
+ARGUMENTS = '{"b":1,"a":2}'  # what all calls say
+
+
+def body_of(
+    dialect: str, *turns: Turn | Json, system: str = "", parts: bool = False, **more: Any
+) -> Json:
+    """A request. A leading system text stands where the dialect has it; an object stands for
+    itself; `parts`: texts are lists of parts."""
+    body, rest = {"model": "m", **more}, list(turns)
+    if system:
+        rest.insert(0, ("system", system))
+    if dialect in FRONTS and rest and isinstance(rest[0], tuple) and rest[0][0] == "system":
+        text = rest.pop(0)[1]
+        whole = dialect == "responses"
+        body[FRONTS[dialect]] = text if whole else content_of(dialect, "system", text, parts)
+    body["input" if dialect == "responses" else "messages"] = items_of(dialect, *rest, parts=parts)
+    return body
+
+
+def items_of(dialect: str, *turns: Turn | Json, parts: bool = False) -> list[Json]:
+    """Turns as a dialect has them."""
+    items: list[Json] = []
+    for turn in turns:
+        role, said = turn if isinstance(turn, tuple) else ("", turn)
+        if not role:
+            items.append(said)
+        elif role in ("calls", "results"):
+            items += step_of(dialect, role, said)
+        elif role != "reasoning":
+            items.append({"role": role, "content": content_of(dialect, role, said, parts)})
+        elif dialect == "responses":
+            items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
+    return items
+
+
+def content_of(dialect: str, role: str, said: Any, parts: bool = False) -> Any:
+    """A text, or a list of parts for a list of texts."""
+    if isinstance(said, str) and parts:
+        said = [said]
+    kind = "output_text" if role == "assistant" else "input_text"
+    kind = kind if dialect == "responses" else "text"
+    if isinstance(said, list):
+        return [{"type": kind, "text": one} if isinstance(one, str) else one for one in said]
+    return said
+
+
+def step_of(dialect: str, role: str, ids: list[str]) -> list[Json]:
+    """A batch of calls, or of results; what a result says does not change with the id's spelling."""
+    named: Json = {"name": "look", "arguments": ARGUMENTS}
+    found = {c: "found " + re.sub(r"\W|_", "", c) for c in ids}
+    if dialect == "responses" and role == "calls":
+        return [{"type": "function_call", "call_id": c, **named} for c in ids]
+    if dialect == "responses":
+        kind = "function_call_output"
+        return [{"type": kind, "call_id": c, "output": found[c]} for c in ids]
+    if dialect == "chat" and role == "calls":
+        calls = [{"id": c, "type": "function", "function": named} for c in ids]
+        return [{"role": "assistant", "content": None, "tool_calls": calls}]
+    if dialect == "chat":
+        return [{"role": "tool", "tool_call_id": c, "content": found[c]} for c in ids]
+    if role == "calls":
+        given = json.loads(ARGUMENTS)
+        uses = [{"type": "tool_use", "id": c, "name": "look", "input": given} for c in ids]
+        return [{"role": "assistant", "content": uses}]
+    results = [{"type": "tool_result", "tool_use_id": c, "content": found[c]} for c in ids]
+    return [{"role": "user", "content": results}]
+
+
+def tool_of(dialect: str, name: str = "read", text: str = "", turned: bool = False) -> Json:
+    """A tool in a dialect's form; `turned`: the same with another order of keys."""
+
+    def ordered(members: Json) -> Json:
+        return dict(reversed(members.items())) if turned else members
+
+    properties = {"path": {"type": "string"}, "message_id": {"type": "string"}}
+    schema = ordered({"type": "object", "properties": ordered(properties), "required": ["path"]})
+    key = "input_schema" if dialect == "messages" else "parameters"
+    tool = {"name": name, "description": text or f"Can {name}.", key: schema}
+    if dialect == "chat":
+        return {"type": "function", "function": ordered(tool)}
+    return ordered({"type": "function", **tool} if dialect == "responses" else tool)
+
+
+def turns_of(body: Json) -> list[Json]:
+    """The list of turns in a body."""
+    return body["input"] if "input" in body else body["messages"]  # type: ignore[no-any-return]
+
+
+def claw_block(label: str, value: Any, indent: int | None = None, fence: str = "json") -> str:
+    """A block of metadata as OpenClaw writes it in front of a text."""
+    return f"{label}\n```{fence}\n{json.dumps(value, indent=indent, ensure_ascii=False)}\n```\n\n"
+
+
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+# --- rigs -----------------------------------------------------------------------------------------
+
 SHARED: list[Rig] = []  # those that live longer than one test
 
 
@@ -1195,12 +1300,6 @@ def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
 # Scrub: every rule in every dialect, and the neighbours it must not touch
 # ==================================================================================================
 
-SCRUB_PATHS = {
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-    "completions": "/v1/completions",
-}
 SCRUB_EDITED = ("chat", "responses", "messages")
 SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
 scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
@@ -1212,25 +1311,6 @@ MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
 STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
 
 
-def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> dict[str, Any]:
-    """A request from (role, text) pairs; a leading system text stands where the dialect has it."""
-    kinds = {"chat": "text", "messages": "text", "responses": "input_text"}
-
-    def content(role: str, text: Any) -> Any:
-        kind = "output_text" if dialect == "responses" and role == "assistant" else kinds[dialect]
-        return [{"type": kind, "text": text}] if parts and isinstance(text, str) else text
-
-    body: dict[str, Any] = {"model": "m"}
-    rest = list(turns)
-    if rest and rest[0][0] == "system" and dialect == "responses":
-        body["instructions"] = rest.pop(0)[1]
-    if rest and rest[0][0] == "system" and dialect == "messages":
-        body["system"] = content(*rest.pop(0))
-    items = [{"role": role, "content": content(role, text)} for role, text in rest]
-    body["input" if dialect == "responses" else "messages"] = items
-    return body
-
-
 def scrubbed(
     body: dict[str, Any], dialect: str | None, **settings: Any
 ) -> tuple[dict[str, Any], kvproxy.Report]:
@@ -1239,10 +1319,6 @@ def scrubbed(
     result, report = kvproxy.scrub(body, Config(**{**SCRUB_ALL, **settings}), dialect)
     assert body == before and list(body) == list(before)
     return result, report
-
-
-def scrub_block(label: str, value: Any, indent: int | None = None, fence: str = "json") -> str:
-    return f"{label}\n```{fence}\n{json.dumps(value, indent=indent, ensure_ascii=False)}\n```\n\n"
 
 
 INFO = "Conversation info (untrusted metadata):"
@@ -1301,7 +1377,7 @@ SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full",
 )
 @scrub_forms
 def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
-    body = scrub_body(
+    body = body_of(
         dialect,
         ("system", CLAW),
         ("user", "a"),
@@ -1309,7 +1385,7 @@ def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str
         ("user", stamp + rest),
         parts=parts,
     )
-    wanted = scrub_body(
+    wanted = body_of(
         dialect, ("system", CLAW), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
     )
     result, report = scrubbed(body, dialect)
@@ -1330,7 +1406,7 @@ SCRUB_LOGS = (  # pasted, not put there by OpenClaw
 
 @pytest.mark.parametrize("text", SCRUB_LOGS)
 def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
-    body = scrub_body("chat", ("system", CLAW), ("user", text))
+    body = body_of("chat", ("system", CLAW), ("user", text))
     result, report = scrubbed(body, "chat")
     assert result == body and report.edits() == 0
 
@@ -1348,14 +1424,14 @@ def test_scrub_stamp_of_other_clients_stays() -> None:
             ],
             0,
         ),
-        ([("system", "S"), ("user", rp_reminder("be kind")), hello], 0),
+        ([("system", "S"), ("user", reminder("be kind")), hello], 0),
         ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
         ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
-        ([("system", scrub_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
+        ([("system", claw_block("Meta", SCRUB_INBOUND)), hello], 1),
+        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
         ([("user", rp_before("x")), ("assistant", "b"), hello], 1),
     ):
-        assert scrubbed(scrub_body("messages", *turns), "messages")[1].ts_removed == removed, turns
+        assert scrubbed(body_of("messages", *turns), "messages")[1].ts_removed == removed, turns
 
 
 SCRUB_KEPT_USER = (
@@ -1397,20 +1473,20 @@ SCRUB_KEPT_USER = (
     'My message_id is "1", reply_to_id is 2; [message_id: 3] stands inside a line.\nAnd so on.',
     "say [message_id: 3]\nand more",
     "[message_id: 3] and\nmore",
-    scrub_block("See below.\n" + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("see " + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("> " + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
-    scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
+    claw_block("See below.\n" + INFO, {"message_id": "1", "a": 1}),
+    claw_block("see " + INFO, {"message_id": "1", "a": 1}),
+    claw_block("> " + INFO, {"message_id": "1", "a": 1}),
+    claw_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
+    claw_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1"}} and more\n```\n\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
-    scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
-    scrub_block(INFO, '{"message_id": "1"}') + "hi",
+    claw_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
+    claw_block(INFO, '{"message_id": "1"}') + "hi",
     'x-anthropic-billing-header: cc_version=1.2.3.abc; cch=12345;\nWhat is this?',
     "[Anthropic] Claude Code v1.2.3 (2026-01-01)\nWhat is this?",
-    scrub_block("## Inbound Context (trusted metadata)", {"schema": "openclaw.inbound_meta.v1", "message_id": "1"}),
+    claw_block("## Inbound Context (trusted metadata)", {"schema": "openclaw.inbound_meta.v1", "message_id": "1"}),
     "",
 )  # fmt: skip
 
@@ -1418,15 +1494,15 @@ SCRUB_KEPT_USER = (
 @pytest.mark.parametrize("text", SCRUB_KEPT_USER)
 def test_scrub_user_text_is_kept(text: str) -> None:
     for dialect, parts in SCRUB_FORMS:
-        body = scrub_body(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
+        body = body_of(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
         result, report = scrubbed(body, dialect)
         assert result == body, (dialect, parts)
         assert report.edits() == report.items_modified == 0
 
 
 def test_scrub_responses_input_string() -> None:
-    body = {"input": scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
-    assert scrubbed(body, None)[0] == {"input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    body = {"input": claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
+    assert scrubbed(body, None)[0] == {"input": claw_block(INFO, {"a": 1}) + "Hello."}
 
 
 @pytest.mark.parametrize(
@@ -1449,10 +1525,10 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
             for position in range(len(rest) + 1):
                 members = list(rest.items())
                 members.insert(position, (key, "e6d298e0"))
-                text = scrub_block(label, dict(members), indent) + "Hello."
-                result, report = scrubbed(scrub_body("chat", ("user", text)), "chat")
-                assert result == scrub_body(
-                    "chat", ("user", scrub_block(label, rest, indent) + "Hello.")
+                text = claw_block(label, dict(members), indent) + "Hello."
+                result, report = scrubbed(body_of("chat", ("user", text)), "chat")
+                assert result == body_of(
+                    "chat", ("user", claw_block(label, rest, indent) + "Hello.")
                 )
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
@@ -1477,10 +1553,10 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
             turned = first is not ided
             left = dict(reversed(rest.items())) if turned else rest
             meta = dict(reversed(head.items())) if turned else head
-            body = scrub_body(dialect, ("system", scrub_block("Meta", second, indent)),
-                              ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
-            wanted = scrub_body(dialect, ("system", scrub_block("Meta", meta, indent)),
-                                ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
+            body = body_of(dialect, ("system", claw_block("Meta", second, indent)),
+                              ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
+            wanted = body_of(dialect, ("system", claw_block("Meta", meta, indent)),
+                                ("user", claw_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
             result, report = scrubbed(body, dialect)
             assert result == wanted, value
             assert report.msg_ids_removed == 6
@@ -1575,21 +1651,21 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
     event = "System: [2026-11-29 17:27:02 UTC] Reminder: tea.\n\n"
 
     def text(info: Any, replies: Any, stamp: str, front: str) -> str:
-        middle = scrub_block(INFO, info, 2) + scrub_block(MARKED, info, fence="") + event
-        return front + middle + lines + scrub_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
+        middle = claw_block(INFO, info, 2) + claw_block(MARKED, info, fence="") + event
+        return front + middle + lines + claw_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
 
     left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
     for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
-        body = scrub_body(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
+        body = body_of(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
         result, report = scrubbed(body, dialect)
-        assert result == scrub_body(dialect, ("user", text(*left, "", "")), parts=parts)
+        assert result == body_of(dialect, ("user", text(*left, "", "")), parts=parts)
         assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
 
 
 def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     """A part of its own may hold the blocks; a part behind the person's words was pasted or
     attached."""
-    block, left = scrub_block(INFO, {"message_id": 1, "a": 1}), scrub_block(INFO, {"a": 1})
+    block, left = claw_block(INFO, {"message_id": 1, "a": 1}), claw_block(INFO, {"a": 1})
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
 
     def turn(*texts: str) -> dict[str, Any]:
@@ -1640,9 +1716,9 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
                 members = list(rest.items())
                 members[position:position] = gone
                 body, wanted = (
-                    scrub_body(
+                    body_of(
                         "chat",
-                        ("system", f"Rules.\n\n{scrub_block(header, value, indent)}More."),
+                        ("system", f"Rules.\n\n{claw_block(header, value, indent)}More."),
                         ("user", "hi"),
                     )
                     for value in (dict(members), rest)
@@ -1666,13 +1742,13 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         'function f() { return "openclaw.inbound_meta.v1" } {"message_id": 1}',
         f"Example: {STAMP}hello",
         STAMP + "hello",
-        scrub_block(INFO, {"message_id": "1", "a": 1}),
+        claw_block(INFO, {"message_id": "1", "a": 1}),
         "[message_id: 5]\nis a line",
     ],
 )
 @scrub_forms
 def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None:
-    body = scrub_body(dialect, ("system", text), ("user", "hi"), parts=parts)
+    body = body_of(dialect, ("system", text), ("user", "hi"), parts=parts)
     result, report = scrubbed(body, dialect)
     assert result == body and report.edits() == 0
 
@@ -1686,7 +1762,7 @@ def test_scrub_inbound_among_other_json() -> None:
         '{"outer": %s, "message_id": 5}\n[%s]',
         "{ %s }}} %s {",
     ):
-        body = scrub_body("messages", ("system", text % (meta, meta)), ("user", "hi"))
+        body = body_of("messages", ("system", text % (meta, meta)), ("user", "hi"))
         result, report = scrubbed(body, "messages")
         assert result["system"] == text % (left, left)
         assert report.msg_ids_removed == 2
@@ -1707,8 +1783,8 @@ def test_scrub_strip_message_ids_modes(
     def body(system: bool, user: bool) -> dict[str, Any]:
         head = {key: value for key, value in meta.items() if key == "schema" or not system}
         block = {key: value for key, value in info.items() if key == "a" or not user}
-        made = scrub_body(dialect, ("system", scrub_block("Meta", head)),
-                          ("user", scrub_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
+        made = body_of(dialect, ("system", claw_block("Meta", head)),
+                          ("user", claw_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
         if not user:
             items = made["input" if dialect == "responses" else "messages"]
             items[-1]["message_id"] = "7"
@@ -1752,7 +1828,7 @@ def test_scrub_top_level_ids_beside_a_role() -> None:
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
     """A request in which everything but the user's text holds what a rule looks for."""
     quoted = (
-        f"{STAMP}x-anthropic-billing-header: cc_version=1; cch=12345;\n" + scrub_block(INFO, {"message_id": "1", "a": 1})
+        f"{STAMP}x-anthropic-billing-header: cc_version=1; cch=12345;\n" + claw_block(INFO, {"message_id": "1", "a": 1})
         + '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"}\n[message_id: 5]\nend'
     )  # fmt: skip
     stamped, header = STAMP + "log line", "x-anthropic-billing-header: a; cch=1;\nb"
@@ -1854,8 +1930,8 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
-    user = scrub_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = scrub_block(INFO, {"sender": "ann"}) + "Hello."
+    user = claw_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
+    left = claw_block(INFO, {"sender": "ann"}) + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
     assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (
@@ -1892,9 +1968,9 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli;
 @scrub_forms
 def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str | None) -> None:
     later = ("user", HEADER + "\nWhat?")
-    body = scrub_body(dialect, ("system", before), later, parts=parts)
+    body = body_of(dialect, ("system", before), later, parts=parts)
     result, report = scrubbed(body, dialect)
-    assert result == scrub_body(
+    assert result == body_of(
         dialect, ("system", before if after is None else after), later, parts=parts
     )
     assert report.billing_removed == report.edits() == (after is not None)
@@ -1952,24 +2028,24 @@ def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
         ("user", "pia"),
     ]
     result, report = scrubbed(
-        scrub_body(dialect, *turns, parts=parts),
+        body_of(dialect, *turns, parts=parts),
         dialect,
         strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*"),
     )
-    assert result == scrub_body(dialect, *left, parts=parts)
+    assert result == body_of(dialect, *left, parts=parts)
     assert (report.regex_removed, report.items_modified) == (5, 3)
     guarded = scrub_guarded(dialect, "x")
     assert scrubbed(guarded, dialect, strip_regex=("message_id|log line|react",))[0] == guarded
     result, report = scrubbed(
-        scrub_body(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^")
+        body_of(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^")
     )
-    assert result == scrub_body(dialect, *turns) and report.edits() == report.items_modified == 0
+    assert result == body_of(dialect, *turns) and report.edits() == report.items_modified == 0
 
 
 def test_scrub_own_patterns_are_applied_in_order() -> None:
-    body = scrub_body("chat", ("user", "xa b c"))
+    body = body_of("chat", ("user", "xa b c"))
     config = Config.from_env({"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": "^x$"})
-    assert kvproxy.scrub(body, config, "chat")[0] == scrub_body("chat", ("user", ""))
+    assert kvproxy.scrub(body, config, "chat")[0] == body_of("chat", ("user", ""))
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
@@ -1984,8 +2060,8 @@ def test_scrub_the_same_text_again(dialect: str) -> None:
         ("assistant", "b"),
     ]
     left = [("system", "Hello."), ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
-    result, report = scrubbed(scrub_body(dialect, *texts), dialect, **MARKED_OFF)
-    assert result == scrub_body(dialect, *left) and report.regex_removed == 3
+    result, report = scrubbed(body_of(dialect, *texts), dialect, **MARKED_OFF)
+    assert result == body_of(dialect, *left) and report.regex_removed == 3
 
 
 SCRUB_ASKED = [
@@ -2034,11 +2110,11 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
     unique = f"{path} {parts}"
 
     def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
-        system = f"{unique}\n\n{scrub_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
-        return scrub_body(
+        system = f"{unique}\n\n{claw_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
+        return body_of(
             dialect,
             ("system", system),
-            ("user", scrub_block(INFO, sent) + stamp + "Hello."),
+            ("user", claw_block(INFO, sent) + stamp + "Hello."),
             parts=parts,
         )
 
@@ -2062,7 +2138,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
     raw = json.dumps(
         {
             "prompt": STAMP + "x",
-            **scrub_body("messages", ("system", HEADER + "\nx"), ("user", STAMP + path)),
+            **body_of("messages", ("system", HEADER + "\nx"), ("user", STAMP + path)),
         },
         indent=1,
     ).encode()
@@ -2074,8 +2150,8 @@ def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
     system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
-    user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
-    body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
+    user = claw_block(INFO, SCRUB_SENT) + STAMP + "Hello."
+    body = body_of(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
     off = {
         "strip_message_ids": "0",
@@ -2086,12 +2162,8 @@ def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     }
     for settings in ({"scrub": False}, off):
         proxied = rig(**settings)
-        assert proxied.post(SCRUB_PATHS[dialect], raw).status == 200
+        assert proxied.post(PATHS[dialect], raw).status == 200
         assert proxied.server.seen[-1].body == raw
-
-
-def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content} for role, content in turns]
 
 
 # --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
@@ -2105,8 +2177,8 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     "stamps without end": ("[Matrix ", "a ", "Wed 2026-02-18"),
     "labels": ("", "Abc ", "(untrusted"),
     "block without end": ("", "Conversation context (untrusted):\n```json\nx\n\n", ""),
-    "block in fences": (scrub_block(INFO, {"a": 1})[:-6], "\n```x", ""),
-    "blocks": ("", scrub_block(INFO, {"a": 1}), "x"),
+    "block in fences": (claw_block(INFO, {"a": 1})[:-6], "\n```x", ""),
+    "blocks": ("", claw_block(INFO, {"a": 1}), "x"),
     "context lines": ("Untrusted context (metadata", " x", "):\nx"),
     "context without end": ("Untrusted context (metadata):\n", "line\n", "x"),
     "current message": ("Current message:\n", "#1 ", "Ann"),
@@ -2198,7 +2270,7 @@ def scrub_work(text: str) -> None:
     """All that looks for something in a text."""
     kvproxy.undress(text)
     kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
-    body = {"messages": scrub_turns(("system", text), ("user", text))}
+    body = {"messages": items_of("chat", ("system", text), ("user", text))}
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
     config = Config(**SCRUB_ALL, system_first=False)
@@ -2216,8 +2288,8 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("what", "body"),
     [
-        ("turns", {"messages": scrub_turns(("user", "x")) * 8001}),
-        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": scrub_turns(("user", "x"))}),
+        ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
+        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
         (
             "texts in a turn",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
@@ -2225,16 +2297,16 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         (
             "decorations of a text",
             {
-                "messages": scrub_turns(
-                    ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
+                "messages": items_of(
+                    "chat", ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
                 )
             },
         ),
         (
             "decorations of a text",
             {
-                "messages": scrub_turns(
-                    ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
+                "messages": items_of(
+                    "chat", ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
                 )
             },
         ),
@@ -2253,117 +2325,113 @@ def test_scrub_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> Non
 # --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
 
 
-def scrub_reminder(text: str) -> str:
-    return f"<system-reminder>\n{text}\n</system-reminder>"
-
-
 SCRUB_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 SCRUB_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 SCRUB_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
 ENV = "# Environment\nlinux"  # a message that is known to stay
 ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
-    "in order": ("chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
-    "no system": ("chat", scrub_turns(("user", "u"), ("assistant", "a")), None, 0),
-    "only system": ("chat", scrub_turns(("system", "A")), None, 0),
+    "in order": ("chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
+    "no system": ("chat", items_of("chat", ("user", "u"), ("assistant", "a")), None, 0),
+    "only system": ("chat", items_of("chat", ("system", "A")), None, 0),
     "empty": ("chat", [], None, 0),
     "leading ones merge": (
-        "chat", scrub_turns(("system", "A"), ("developer", "B"), ("system", "C"), ("user", "u")),
-        scrub_turns(("system", "A\n\nB\n\nC"), ("user", "u")), 2,
+        "chat", items_of("chat", ("system", "A"), ("developer", "B"), ("system", "C"), ("user", "u")),
+        items_of("chat", ("system", "A\n\nB\n\nC"), ("user", "u")), 2,
     ),
     "parts merge": (
-        "chat", scrub_turns(("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
-        scrub_turns(("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
+        "chat", items_of("chat", ("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
+        items_of("chat", ("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
     ),
     "the first in-message one is hoisted if it is known, later ones are folded": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C")),
-        scrub_turns(("system", f"A\n\n{ENV}"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C"))), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C")),
+        items_of("chat", ("system", f"A\n\n{ENV}"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + reminder("C"))), 2,
     ),
     "hoisted without a leading one": (
-        "chat", scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a")),
-        scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a")), 1,
+        "chat", items_of("chat", ("user", "u"), ("system", ENV), ("assistant", "a")),
+        items_of("chat", ("system", ENV), ("user", "u"), ("assistant", "a")), 1,
     ),
     "what is said for one turn is folded": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a")),
-        scrub_turns(("system", "A"), ("user", "u\n\n" + scrub_reminder("B")), ("assistant", "a")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a")),
+        items_of("chat", ("system", "A"), ("user", "u\n\n" + reminder("B")), ("assistant", "a")), 1,
     ),
     "only the very first is hoisted": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("system", ENV)),
-        scrub_turns(("system", "A"), ("user", f"u\n\n{scrub_reminder('B')}\n\n{scrub_reminder(ENV)}")), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", "B"), ("system", ENV)),
+        items_of("chat", ("system", "A"), ("user", f"u\n\n{reminder('B')}\n\n{reminder(ENV)}")), 2,
     ),
     "messages with a name stay": (
-        "chat", [*scrub_turns(("system", "A"), ("system", "B")), {"role": "system", "name": "example_user", "content": "C"}], None, 0,
+        "chat", [*items_of("chat", ("system", "A"), ("system", "B")), {"role": "system", "name": "example_user", "content": "C"}], None, 0,
     ),
     "behind an answer it is folded, not hoisted": (
-        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
-        scrub_turns(("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+        "chat", items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
+        items_of("chat", ("user", "u"), ("assistant", "a"), ("user", reminder("B") + "\n\nv")), 1,
     ),
     "with no user turn beside it, it becomes one": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B"), ("assistant", "b")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B"), ("assistant", "b")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", reminder("B")), ("assistant", "b")), 1,
     ),
     "last of all": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B"))), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", reminder("B"))), 1,
     ),
     "two later ones": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("system", "B"), ("system", "C")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", f"v\n\n{scrub_reminder('B')}\n\n{scrub_reminder('C')}")), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("system", "B"), ("system", "C")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", f"v\n\n{reminder('B')}\n\n{reminder('C')}")), 2,
     ),
     "folded into parts": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"),
-                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": scrub_reminder("B")}])), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"),
+                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": reminder("B")}])), 1,
     ),
     "behind a tool result": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", reminder("B")), ("assistant", "b")), 1,
     ),
     "between a call and its result": (
-        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("tool", "r"), ("tool", "s"), ("user", "v")),
-        scrub_turns(("user", "u"), ("assistant", "a"), ("tool", "r"), ("tool", "s"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+        "chat", items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("tool", "r"), ("tool", "s"), ("user", "v")),
+        items_of("chat", ("user", "u"), ("assistant", "a"), ("tool", "r"), ("tool", "s"), ("user", reminder("B") + "\n\nv")), 1,
     ),
     "messages: between a call and its result": (
-        "messages", {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
-        {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+        "messages", {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
+        {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
     ),
     "a system message with more than text": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
     ),
     "a system message without text": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
     ),
     "messages: into the system key": (
-        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C"))},
-        {"system": f"A\n\n{ENV}", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C")))}, 2,
+        "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C"))},
+        {"system": f"A\n\n{ENV}", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + reminder("C")))}, 2,
     ),
     "messages: into the last block": (
         "messages", {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2", "cache_control": {}}],
-                     "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": ENV}]))},
+                     "messages": items_of("chat", ("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": ENV}]))},
         {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": f"A2\n\n{ENV}", "cache_control": {}}],
-         "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]))}, 1,
+         "messages": items_of("chat", ("user", [{"type": "text", "text": "u"}]))}, 1,
     ),
     "messages: a new system key": (
-        "messages", {"messages": scrub_turns(("user", "u"), ("system", ENV))}, {"messages": scrub_turns(("user", "u")), "system": ENV}, 1,
+        "messages", {"messages": items_of("chat", ("user", "u"), ("system", ENV))}, {"messages": items_of("chat", ("user", "u")), "system": ENV}, 1,
     ),
     "messages: behind a tool result": (
-        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
-        {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+        "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
+        {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
     ),
-    "messages: in order": ("messages", {"system": "A", "messages": scrub_turns(("user", "u"))}, None, 0),
+    "messages: in order": ("messages", {"system": "A", "messages": items_of("chat", ("user", "u"))}, None, 0),
     "responses: two leading developer messages": (
-        "responses", {"instructions": "A", "input": scrub_turns(("developer", [{"type": "input_text", "text": "B"}]), ("developer", "C"), ("user", "u"))},
-        {"instructions": "A\n\nB\n\nC", "input": scrub_turns(("user", "u"))}, 2,
+        "responses", {"instructions": "A", "input": items_of("chat", ("developer", [{"type": "input_text", "text": "B"}]), ("developer", "C"), ("user", "u"))},
+        {"instructions": "A\n\nB\n\nC", "input": items_of("chat", ("user", "u"))}, 2,
     ),
     "responses: without instructions": (
-        "responses", {"input": scrub_turns(("developer", "B"), ("developer", "C"), ("user", "u"))},
-        {"input": scrub_turns(("developer", "B\n\nC"), ("user", "u"))}, 1,
+        "responses", {"input": items_of("chat", ("developer", "B"), ("developer", "C"), ("user", "u"))},
+        {"input": items_of("chat", ("developer", "B\n\nC"), ("user", "u"))}, 1,
     ),
     "responses: hoisted into instructions": (
-        "responses", {"input": scrub_turns(("user", "u"), ("developer", ENV))}, {"input": scrub_turns(("user", "u")), "instructions": ENV}, 1,
+        "responses", {"input": items_of("chat", ("user", "u"), ("developer", ENV))}, {"input": items_of("chat", ("user", "u")), "instructions": ENV}, 1,
     ),
     "responses: behind a call": (
-        "responses", {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
-        {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "user", "content": scrub_reminder("B")}]}, 1,
+        "responses", {"instructions": "A", "input": [*items_of("chat", ("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
+        {"instructions": "A", "input": [*items_of("chat", ("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "user", "content": reminder("B")}]}, 1,
     ),
     "responses: in order": ("responses", {"instructions": "A", "input": "u"}, None, 0),
 }  # fmt: skip
@@ -2384,12 +2452,12 @@ def test_roles_forms(name: str) -> None:
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
     raw = json.dumps(
-        scrub_body(
+        body_of(
             dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")
         ),
         indent=3,
     ).encode()
-    assert scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body == raw
+    assert scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body == raw
 
 
 def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
@@ -2425,7 +2493,7 @@ def test_roles_are_append_only(dialect: str, leading: bool) -> None:
     before: list[tuple[str, str]] = []
     for step in steps:
         story += step
-        after = scrub_flat(scrubbed(scrub_body(dialect, *story), dialect)[0])
+        after = scrub_flat(scrubbed(body_of(dialect, *story), dialect)[0])
         assert after[: len(before)] == before
         assert len(after) > len(before)
         assert [role for role, _ in after].count("system") == 1 and after[0][0] == "system"
@@ -2455,13 +2523,15 @@ def test_scrub_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
 def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
     body = {
         "max_tokens": 5,
-        "messages": scrub_turns(
-            ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
+        "messages": items_of(
+            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
         ),
     }
     wanted = {
         "max_tokens": 5,
-        "messages": scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")),
+        "messages": items_of(
+            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
+        ),
     }
     assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
 
@@ -2469,14 +2539,14 @@ def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    body = scrub_guarded("chat", claw_block(INFO, {"a": 1}) + STAMP + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
     config = Config(replay=False)
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", scrub_block(INFO, {"a": 1}) + STAMP + "x")
+    assert body == scrub_guarded("chat", claw_block(INFO, {"a": 1}) + STAMP + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
@@ -2506,7 +2576,7 @@ SCRUB_ODD = (  # the same inside messages; other messages are still edited
 @pytest.mark.parametrize("shape", SCRUB_SHAPES)
 def test_scrub_unknown_shapes_are_left_alone(shape: str) -> None:
     body = json.loads(shape % STAMP)
-    for dialect in (None, *SCRUB_PATHS):
+    for dialect in (None, *PATHS, "completions"):
         if dialect != "chat" or "system" not in body:  # a key that chat does not know
             result, _ = scrubbed(body, dialect)
             assert result == body
@@ -2534,7 +2604,9 @@ def test_scrub_of_a_payload_too_deep_to_copy() -> None:
     deep: Any = STAMP
     for _ in range(100_000):
         deep = [deep]
-    result, report = kvproxy.scrub({"messages": scrub_turns(("user", STAMP + "x")), "deep": deep})
+    result, report = kvproxy.scrub(
+        {"messages": items_of("chat", ("user", STAMP + "x")), "deep": deep}
+    )
     assert report.note and report.edits() == 0 and result["messages"][0]["content"] == STAMP + "x"
     while isinstance(deep, list):  # freed level by level; older Pythons would recurse
         deep = deep.pop()
@@ -2596,7 +2668,7 @@ def test_scrub_fuzz() -> None:
 
     @hypothesis.settings(max_examples=150, deadline=None, database=None, derandomize=True,
                          suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
-    @hypothesis.given(body, st.sampled_from([None, *SCRUB_PATHS]))
+    @hypothesis.given(body, st.sampled_from([None, *PATHS, "completions"]))
     def check(body: dict[str, Any], dialect: str | None) -> None:
         result, report = scrubbed(body, dialect)
         assert scrub_protected(result) == scrub_protected(body)
@@ -2798,7 +2870,7 @@ def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
         )
         raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
         wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
-        seen = scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body
+        seen = scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body
 
         def exact(data: bytes) -> Any:
             return json.loads(
@@ -2814,76 +2886,18 @@ def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
 # history is sent again as it was sent
 # ==================================================================================================
 
-RpJson = dict[str, Any]
-RpTurn = tuple[str, Any]  # (role, text or texts), (calls, ids), (results, ids), (reasoning, text)
-RP_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
-RP_DIALECTS = sorted(RP_PATHS)
+RP_DIALECTS = sorted(PATHS)
 RP_SYSTEM = "You are a careful helper. " * 80  # long enough to be worth the trouble
 RP_CALM = f"{RP_SYSTEM}\nBe kind."
-RP_ARGUMENTS = '{"b":1,"a":2}'
 RP_KEYS = itertools.count()  # one for each client: nothing of one test reaches another
 
 
-def rp_items(dialect: str, turns: list[RpTurn]) -> list[RpJson]:
-    """Turns as a dialect has them."""
-    items: list[RpJson] = []
-    for role, said in turns:
-        if role in ("calls", "results"):
-            items += rp_step(dialect, role, said)
-        elif role != "reasoning":
-            kind = "output_text" if role == "assistant" else "input_text"
-            kind = kind if dialect == "responses" else "text"
-            if isinstance(said, list):
-                said = [{"type": kind, "text": text} for text in said]
-            items.append({"role": role, "content": said})
-        elif dialect == "responses":
-            items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
-    return items
-
-
-def rp_step(dialect: str, role: str, ids: list[str]) -> list[RpJson]:
-    """A batch of calls, or of results; what a result says does not change with the id's spelling."""
-    named: RpJson = {"name": "look", "arguments": RP_ARGUMENTS}
-    found = {c: "found " + re.sub(r"\W|_", "", c) for c in ids}
-    if dialect == "responses" and role == "calls":
-        return [{"type": "function_call", "call_id": c, **named} for c in ids]
-    if dialect == "responses":
-        kind = "function_call_output"
-        return [{"type": kind, "call_id": c, "output": found[c]} for c in ids]
-    if dialect == "chat" and role == "calls":
-        calls = [{"id": c, "type": "function", "function": named} for c in ids]
-        return [{"role": "assistant", "content": None, "tool_calls": calls}]
-    if dialect == "chat":
-        return [{"role": "tool", "tool_call_id": c, "content": found[c]} for c in ids]
-    if role == "calls":
-        given = json.loads(RP_ARGUMENTS)
-        parts = [{"type": "tool_use", "id": c, "name": "look", "input": given} for c in ids]
-        return [{"role": "assistant", "content": parts}]
-    parts = [{"type": "tool_result", "tool_use_id": c, "content": found[c]} for c in ids]
-    return [{"role": "user", "content": parts}]
-
-
-def rp_list(body: RpJson) -> list[RpJson]:
-    """The list of turns in a body."""
-    return body["input"] if "input" in body else body["messages"]  # type: ignore[no-any-return]
-
-
-def rp_body(dialect: str, turns: list[RpTurn], system: str = RP_SYSTEM, **more: Any) -> RpJson:
-    """A request; the system text stands where the dialect has it, if there is one."""
-    items = rp_items(dialect, turns)
-    if dialect == "chat":
-        front = [{"role": "system", "content": system}] if system else []
-        return {"model": "m", **more, "messages": front + items}
-    front_key, key = ("system", "messages") if dialect == "messages" else ("instructions", "input")
-    return {"model": "m", **more, **({front_key: system} if system else {}), key: items}
-
-
-def rp_prompt(body: RpJson) -> list[str]:
+def rp_prompt(body: Json) -> list[str]:
     """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
     do not count."""
     beside = [f"system\n{body[key]}" for key in ("system", "instructions") if key in body]
     prompt = []
-    for item in rp_list(body):
+    for item in turns_of(body):
         if item.get("type") == "reasoning":
             continue
         said = [item.get("role") or item["type"]]
@@ -2924,10 +2938,10 @@ class RpClient:
         self.headers = headers or f"Authorization: Bearer key {next(RP_KEYS)}\r\n"
         self.raw = b""  # what was forwarded last
 
-    def body(self, turns: list[RpTurn], system: str = RP_SYSTEM, **more: Any) -> RpJson:
-        return rp_body(self.dialect, turns, system, **more)
+    def body(self, turns: list[Turn], system: str = RP_SYSTEM, **more: Any) -> Json:
+        return body_of(self.dialect, *turns, system=system, **more)
 
-    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> RpJson:
+    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> Json:
         """What reaches the server."""
 
         def script(link: Link, seen: Seen) -> None:
@@ -2942,25 +2956,25 @@ class RpClient:
 
         server = self.rig.server
         server.script, count = script, len(server.seen)
-        self.rig.post(f"/v1/{RP_PATHS[self.dialect]}{path}", body, self.headers)
+        self.rig.post(PATHS[self.dialect] + path, body, self.headers)
         self.raw = server.seen[count].body
         return json.loads(self.raw)  # type: ignore[no-any-return]
 
     def send(
-        self, turns: list[RpTurn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
+        self, turns: list[Turn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
     ) -> list[str]:
         """The prompt that reaches the server."""
         return rp_prompt(self.post(self.body(turns, system, **more), answer))
 
     def extends(
-        self, before: list[str], turns: list[RpTurn], answer: RpAnswer = "ok", **more: Any
+        self, before: list[str], turns: list[Turn], answer: RpAnswer = "ok", **more: Any
     ) -> list[str]:
         """The prompt, which has to begin with an earlier one."""
         prompt = self.send(turns, answer, **more)
         assert prompt[: len(before)] == before
         return prompt
 
-    def came(self, turns: list[RpTurn], system: str = RP_SYSTEM) -> list[str]:
+    def came(self, turns: list[Turn], system: str = RP_SYSTEM) -> list[str]:
         """The prompt that the client means, if nothing is edited."""
         return rp_prompt(self.body(turns, system))
 
@@ -3001,7 +3015,7 @@ def chat(rp_rig: Rig) -> RpClient:
 
 
 def rp_block(sender: str) -> str:
-    return f'Sender (untrusted metadata):\n```json\n{{"label": "{sender}"}}\n```\n\n'
+    return claw_block("Sender (untrusted metadata):", {"label": sender})
 
 
 def rp_before(text: str) -> str:
@@ -3013,10 +3027,6 @@ def rp_inner(text: str) -> str:
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
         f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
     )
-
-
-def rp_reminder(text: str) -> str:
-    return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def rp_date(value: str) -> str:
@@ -3034,11 +3044,11 @@ def rp_told(prompt: list[str], label: str) -> list[str]:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_roles_a_message_of_one_turn_never_changes_the_front(client: RpClient, place: int) -> None:
-    turns: list[RpTurn] = [("user", "one")]
-    note: RpTurn = ("system", "For this turn: answer in one word.")
+    turns: list[Turn] = [("user", "one")]
+    note: Turn = ("system", "For this turn: answer in one word.")
     first = client.send([*turns[:place], note, *turns[place:]])
     assert first[0] == f"system\n{RP_SYSTEM}" and len(first) == 2
-    assert rp_reminder(note[1]) in first[1]
+    assert reminder(note[1]) in first[1]
     second = client.send([*turns, ("assistant", "ok"), ("user", "two")])
     assert second[0] == first[0] and second[-1] == "user\ntwo"
 
@@ -3055,10 +3065,10 @@ def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpC
     """But not in a conversation that began before that was seen, nor for another client."""
     rules, short = "Rules. " * 300, "Be brief."
 
-    def talk(first: str, text: str, *more: RpTurn) -> list[RpTurn]:
+    def talk(first: str, text: str, *more: Turn) -> list[Turn]:
         return [("user", first), ("system", text), *more]
 
-    went_on: list[RpTurn] = [("assistant", "ok"), ("user", "go on")]
+    went_on: list[Turn] = [("assistant", "ok"), ("user", "go on")]
     for text in (rules, short):
         before = client.send(talk("one", text))
         assert before[0] == f"system\n{RP_SYSTEM}" and text.strip() in before[1]
@@ -3075,7 +3085,7 @@ def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpC
 
 def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -> None:
     one = RpClient(rig(replay=False))
-    turns: list[RpTurn] = [("user", "one"), ("system", "Rules. " * 300)]
+    turns: list[Turn] = [("user", "one"), ("system", "Rules. " * 300)]
     for history in (
         turns,
         [*turns, ("assistant", "ok"), ("user", "two")],
@@ -3085,7 +3095,7 @@ def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -
 
 
 def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     client.send(turns[:1], ["c1"])
     before = client.send(turns)
     for number in range(3):
@@ -3104,7 +3114,7 @@ def test_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
 ) -> None:
     """The server holds the rest of that prompt."""
     client = RpClient(rp_rig, "responses")
-    turns: list[RpTurn] = [("user", "one"), ("developer", "be brief")]
+    turns: list[Turn] = [("user", "one"), ("developer", "be brief")]
     body = client.body(turns, rp_date("2026-12-01"))
     body |= {**more, "input": more.get("input", []) + body["input"]}
     data = json.dumps(body).encode()
@@ -3309,8 +3319,8 @@ def test_lift_conserves_every_word(seed: int) -> None:
 
 
 def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one")]
-    note = rp_reminder("Current date: 2026-12-01")
+    turns: list[Turn] = [("user", "one")]
+    note = reminder("Current date: 2026-12-01")
     first = client.send(turns, system=rp_date("2026-12-01"))
     assert first == [f"system\n{RP_CALM}", f"user\n{note}\n\none"]
     assert client.report().lifted == 1
@@ -3320,7 +3330,7 @@ def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> No
     assert client.report().replayed == 1
     turns += [("assistant", "ok"), ("user", ["four", "five"])]
     third = client.send(turns, system=rp_date("2026-12-02"))
-    note = rp_reminder("Current date: 2026-12-02")
+    note = reminder("Current date: 2026-12-02")
     assert third == [*second, "assistant\nok", f"user\nfour\n{note}\n\nfive"]
     other = client.send([("user", "else")], system=rp_date("2026-12-02"))
     assert other[0] == first[0], "a new conversation shares the front"
@@ -3329,7 +3339,7 @@ def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> No
 def test_lift_values_that_alternate(client: RpClient) -> None:
     """The model has the current value even when it was current before; a date and a time go by
     themselves."""
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for number, (day, hour) in enumerate(["17", "27", "17", "17", "18"]):
         turns.append(("user", f"question {number}"))
@@ -3345,10 +3355,10 @@ def test_lift_values_that_alternate(client: RpClient) -> None:
 
 def test_lift_who_speaks_is_told_and_ids_are_not(chat: RpClient) -> None:
     inner = '"message_id": "55",\n  "sender_id": "ann-77",\n  "flags": {"was_mentioned": true},'
-    turns: list[RpTurn] = [("user", "hi")]
+    turns: list[Turn] = [("user", "hi")]
     first = chat.send(turns, system=f"{RP_SYSTEM}\n{RP_META % inner}")
     assert first[0] == f"system\n{RP_SYSTEM}\n{RP_META}".replace("  %s\n", "")
-    note = rp_reminder('"sender_id": "ann-77"\n\n"flags": {"was_mentioned": true}')
+    note = reminder('"sender_id": "ann-77"\n\n"flags": {"was_mentioned": true}')
     assert first[1] == f"user\n{note}\n\nhi"
     turns += [("assistant", "somebody else's answer"), ("user", "who am I?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{RP_META % inner.replace('ann', 'bob')}")
@@ -3363,12 +3373,12 @@ def test_lift_leaves_no_empty_text(client: RpClient) -> None:
         body = client.body([("user", "hi")])
         body["system"] = [{"type": "text", "text": text} for text in (RP_SYSTEM, clock)]
         assert client.post(body)["system"] == body["system"][:1]
-    prompt = client.send([("user", "hi")], system=clock, tools=[rp_tool("look")])
-    assert prompt == [f"user\n{rp_reminder(clock.strip())}\n\nhi"]
+    prompt = client.send([("user", "hi")], system=clock, tools=[tool_of("responses", "look")])
+    assert prompt == [f"user\n{reminder(clock.strip())}\n\nhi"]
 
 
 def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     system = f"{RP_SYSTEM}\nCurrent time is 07:0%s."
     before = client.send(turns, ["c0"], system=system % 0)
     for step in range(3):
@@ -3377,7 +3387,7 @@ def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
         assert rp_told(before, "Current time") == ["07:00"]
     turns += [("assistant", "done"), ("user", "two")]
     before = client.extends(before, turns, system=system % 3)
-    assert before[-1] == f"user\n{rp_reminder('Current time is 07:03.')}\n\ntwo"
+    assert before[-1] == f"user\n{reminder('Current time is 07:03.')}\n\ntwo"
 
 
 @pytest.mark.parametrize(
@@ -3386,14 +3396,14 @@ def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
 def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) -> None:
     """One that changes or appears stands in the person's turn from then on, instead of the old; as
     in a loop whose beginning was not seen."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     if first:
         client.send(turns, ["c0"], system=first)
     before: list[str] = []
     for step, day in enumerate(["2026-12-02", "2026-12-02", "2026-12-03"]):
         turns += [("calls", [f"c{step}"]), ("results", [f"c{step}"])]
         prompt = client.send(turns, [f"c{step + 1}"], system=rp_date(day))
-        assert prompt[1] == f"user\n{rp_reminder(f'Current date: {day}')}\n\none"
+        assert prompt[1] == f"user\n{reminder(f'Current date: {day}')}\n\none"
         assert rp_told(prompt, "Current date") == [day]
         assert (prompt[: len(before)] == before) == (step < 2)
         before = prompt
@@ -3401,7 +3411,7 @@ def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
     """It goes into the newest user turn; and the answer is known again when it is complete."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
     begun = [*turns[:2], ("user", rp_block("Ann") + "what day?"), ("assistant", "It is")]
@@ -3415,7 +3425,7 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
 def test_lift_block_that_is_withdrawn_does_not_stand_on(client: RpClient) -> None:
     """The turn that holds it goes back to the client's form, and what stands before it stays."""
     sessions = "## Live Sessions\nAsk sessions_list for more.\n- agent:main:a - x"
-    turns: list[RpTurn] = [("user", rp_block("ann") + "one")]
+    turns: list[Turn] = [("user", rp_block("ann") + "one")]
     first = client.send(turns, system=RP_CALM)
     turns = [("user", "one"), ("assistant", "ok"), ("user", "two")]
     with_list = f"{RP_SYSTEM}\n{sessions}\nBe kind."
@@ -3433,24 +3443,24 @@ def test_lift_beside_results_of_tools(rp_rig: Rig) -> None:
     system = f"{RP_SYSTEM}\nCurrent time is 07:0%s."
     body = client.body([("user", "one")], system=system % 1)
     client.post(body, ["c1"])
-    body["messages"] += rp_items("messages", [("calls", ["c1"]), ("results", ["c1"])])
-    body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder("use less")})
+    body["messages"] += items_of("messages", ("calls", ["c1"]), ("results", ["c1"]))
+    body["messages"][-1]["content"].append({"type": "text", "text": reminder("use less")})
     body["system"] = system % 2
     assert "07:02" not in json.dumps(client.post(body, ["c2"]))
     body["messages"][-1]["content"].append({"type": "text", "text": "stop there"})
     sent = client.post(body)["messages"][-1]["content"]
-    assert sent[-1]["text"] == rp_reminder("Current time is 07:02.") + "\n\nstop there"
+    assert sent[-1]["text"] == reminder("Current time is 07:02.") + "\n\nstop there"
 
 
 def test_lift_into_a_turn_without_text(client: RpClient) -> None:
     image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
     body = client.body([("user", [])], system=rp_date("2026-12-01"))
-    rp_list(body)[-1]["content"] = [image]
+    turns_of(body)[-1]["content"] = [image]
     first = client.post(body)
     kind = "input_text" if client.dialect == "responses" else "text"
-    note = {"type": kind, "text": rp_reminder("Current date: 2026-12-01")}
-    assert rp_list(first)[-1]["content"] == [note, image]
-    rp_list(body).extend(rp_items(client.dialect, [("assistant", "ok"), ("user", "and now?")]))
+    note = {"type": kind, "text": reminder("Current date: 2026-12-01")}
+    assert turns_of(first)[-1]["content"] == [note, image]
+    turns_of(body).extend(items_of(client.dialect, ("assistant", "ok"), ("user", "and now?")))
     second = rp_prompt(client.post(body))
     assert second == [*rp_prompt(first), "assistant\nok", "user\nand now?"]
 
@@ -3458,7 +3468,7 @@ def test_lift_into_a_turn_without_text(client: RpClient) -> None:
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
     event = "System: [2026-12-01 07:05:09 UTC] The job is done."
-    for turns in ([], [("user", event)], [("user", rp_reminder("hello"))], [("results", ["c1"])]):
+    for turns in ([], [("user", event)], [("user", reminder("hello"))], [("results", ["c1"])]):
         body = client.body(turns, rp_date("2026-12-01"))
         assert client.post(body) == body
 
@@ -3466,28 +3476,32 @@ def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
 def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient) -> None:
     """What somebody else said of it neither goes nor stands for it."""
     line = "Current date: 2026-12-01"
-    turns: list[RpTurn] = [("user", f"{line}\nwhat a day"), ("assistant", line)]
+    turns: list[Turn] = [("user", f"{line}\nwhat a day"), ("assistant", line)]
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", f"{line}\nright?")]
     prompt = client.send(turns, system=rp_date("2026-12-01"))
     wanted = client.came(turns, RP_CALM)
-    wanted[-1] = f"user\n{rp_reminder(line)}\n\n{line}\nright?"
+    wanted[-1] = f"user\n{reminder(line)}\n\n{line}\nright?"
     assert prompt == wanted
 
 
 def test_lift_what_a_decoration_says_is_newer(client: RpClient) -> None:
     """The client tells a later value beside the newest text: the one from the system prompt goes in
     front of it. Beside others it goes in front of what is said."""
-    for note, place in ((rp_reminder("Current date: 2026-12-05"), 0), (rp_reminder("x"), 1)):
+    for note, place in ((reminder("Current date: 2026-12-05"), 0), (reminder("x"), 1)):
         texts = [note, "hi"]
         prompt = client.send([("user", texts)], system=rp_date("2026-12-01"))
-        texts[place] = f"{rp_reminder('Current date: 2026-12-01')}\n\n{texts[place]}"
+        texts[place] = f"{reminder('Current date: 2026-12-01')}\n\n{texts[place]}"
         assert prompt[1] == "\n".join(["user", *texts])
 
 
 def test_lift_only_where_it_pays(client: RpClient) -> None:
     """In a short prompt nothing is worth it, unless tools stand in front of it as well."""
     line = "Current date: 2026-12-01"
-    for length, tools, moved in ((1999, [], False), (2000, [], True), (100, [rp_tool("a")], True)):
+    for length, tools, moved in (
+        (1999, [], False),
+        (2000, [], True),
+        (100, [tool_of("responses", "a")], True),
+    ):
         system = f"{line}\n" + "x" * (length - len(line) - 1)
         body = client.body([("user", "hi")], system, tools=tools)
         data = json.dumps(body).encode()
@@ -3506,10 +3520,10 @@ def test_lift_a_reminder_cannot_be_closed_from_inside(chat: RpClient) -> None:
 
 def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
     system = f"{RP_SYSTEM}\nMood: calm\nGauge 7 of 9\nToday's date: 2026-12-01\n"
-    body = rp_body("chat", [("user", "hi")], system)
+    body = body_of("chat", ("user", "hi"), system=system)
     patterns = (r"^Mood: \w+\n", r"^Gauge \d of \d$")
     prompt = RpClient(rig(lift_regex=patterns)).send([("user", "hi")], system=system)
-    note = rp_reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
+    note = reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
     assert prompt == [f"system\n{RP_SYSTEM}\n", f"user\n{note}\n\nhi"]
     for settings in ({"lift": False}, {"replay": False}, {"scrub": False}):
         one = RpClient(rig(lift_regex=patterns, **settings))
@@ -3559,11 +3573,11 @@ def test_lift_settles_what_has_to_be_said(
 # --- replay: whose -------------------------------------------------------------------------------
 
 
-RP_HELLO: list[RpTurn] = [("user", rp_block("Ann") + "hi")]
-RP_WENT_ON: list[RpTurn] = [("user", "hi"), ("assistant", "Hello!"), ("user", "go on")]
+RP_HELLO: list[Turn] = [("user", rp_block("Ann") + "hi")]
+RP_WENT_ON: list[Turn] = [("user", "hi"), ("assistant", "Hello!"), ("user", "go on")]
 
 
-def rp_restored(client: RpClient, turns: list[RpTurn] = RP_WENT_ON) -> bool:
+def rp_restored(client: RpClient, turns: list[Turn] = RP_WENT_ON) -> bool:
     """Whether Ann's block comes back; if not, the client's form goes."""
     prompt = client.send(turns)
     restored = rp_block("Ann") in "\n".join(prompt)
@@ -3610,7 +3624,7 @@ def test_replay_is_kept_for_each_dialect_and_system_text(client: RpClient) -> No
 
 
 RP_LONG = "Three files are in it: one of them is new, the others are older than a week."
-RP_HEARD: list[tuple[RpAnswer, RpTurn, bool]] = [
+RP_HEARD: list[tuple[RpAnswer, Turn, bool]] = [
     ("Hello!", ("assistant", "Hello!"), True),
     ("Hello!", ("assistant", ["Hello! "]), True),
     ("Hello - there!\n", ("assistant", "**Hello there**"), True),
@@ -3653,7 +3667,7 @@ def test_replay_needs_the_answer_that_was_heard(rp_rig: Rig, case: int) -> None:
         assert rp_restored(client, [*turns, ("user", "go on")]) == same
 
 
-def rp_chunks(link: Link, *deltas: RpJson) -> None:
+def rp_chunks(link: Link, *deltas: Json) -> None:
     """Parts of a streamed chat answer."""
     for delta in deltas:
         link.event({"choices": [{"index": 0, "delta": delta}]})
@@ -3700,7 +3714,7 @@ def test_replay_answer_on_its_way_counts_as_far_as_it_was_relayed(
     peer = chat.rig.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     peer.until(b"Three files")
     peer.until(b"\n\n")
-    turns: list[RpTurn] = [("user", "hi"), ("assistant", came), ("user", "go on")]
+    turns: list[Turn] = [("user", "hi"), ("assistant", came), ("user", "go on")]
     assert rp_restored(chat, turns) == same
     more.set()
     peer.until(b"0\r\n\r\n")
@@ -3801,7 +3815,7 @@ def test_replay_equal_requests_with_equal_answers_are_no_doubt(client: RpClient)
 
 def test_replay_conversations_that_begin_alike(client: RpClient) -> None:
     """They are told apart by the answers, also when they take turns; and with tool calls."""
-    talks: dict[str, list[RpTurn]] = {name: [("user", "hi")] for name in ("ann", "bob", "eve")}
+    talks: dict[str, list[Turn]] = {name: [("user", "hi")] for name in ("ann", "bob", "eve")}
     before: dict[str, list[str]] = {name: [] for name in talks}
     for step in range(4):
         for name, turns in talks.items():
@@ -3848,7 +3862,7 @@ def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
     """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
     what a project has to say in a text that nobody else would send; who speaks never does."""
     first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
-    turns: list[RpTurn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    turns: list[Turn] = [("user", words), ("assistant", "B"), ("user", "so?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
     assert (prompt[:2] == first) == stays
     assert stays or prompt[1] == f"user\n{words}"
@@ -3857,12 +3871,12 @@ def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
     first = client.send([("user", rp_block("a1") + "one")], "red answer")
     again = client.send([("user", rp_block("a2") + "one")], "blue answer")  # regenerate
-    red: list[RpTurn] = [("user", "one"), ("assistant", "red answer")]
-    blue: list[RpTurn] = [("user", "one"), ("assistant", "blue answer")]
+    red: list[Turn] = [("user", "one"), ("assistant", "red answer")]
+    blue: list[Turn] = [("user", "one"), ("assistant", "blue answer")]
     second = client.extends(again, [*blue, ("user", rp_block("a3") + "two")], "two's answer")
     other = client.extends(first, [*red, ("user", rp_block("a4") + "two")], "two's answer")
     edited = client.extends(again, [*blue, ("user", rp_block("a5") + "two, edited")], "an answer")
-    end: list[RpTurn] = [("assistant", "two's answer"), ("user", "end")]
+    end: list[Turn] = [("assistant", "two's answer"), ("user", "end")]
     assert client.extends(second, [*blue, ("user", "two"), *end])[-1] == "user\nend"
     assert client.extends(other, [*red, ("user", "two"), *end])[-1] == "user\nend"
     end[0] = ("assistant", "an answer")
@@ -3877,8 +3891,8 @@ def test_replay_failed_request_that_is_sent_again(client: RpClient) -> None:
 
 def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
     one, two = (("user", rp_block(f"name {n}") + n) for n in ("one", "two"))
-    bare: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
-    cases: list[tuple[list[RpTurn], int]] = [
+    bare: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
+    cases: list[tuple[list[Turn], int]] = [
         ([("user", "One"), *bare[1:]], 0),
         ([bare[0], ("assistant", "A, corrected"), *bare[2:]], 0),
         (bare[2:], 0),
@@ -3901,7 +3915,7 @@ def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
 # --- replay: when, and what ----------------------------------------------------------------------
 
 
-RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client sends its newest user text, and only then
+RP_DRESSES: dict[str, Callable[[str, int], list[Turn]]] = {  # how a client sends its newest user text, and only then
     "metadata block": lambda text, n: [("user", rp_block(f"ann {n}") + text)],
     "block behind a stamp": lambda text, n: [("user", f"[Tue 2026-12-01 07:0{n} UTC] {rp_block(f'ann {n}')}{text}")],
     "two blocks and a line": lambda text, n: [
@@ -3915,9 +3929,9 @@ RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client se
     "event in front": lambda text, n: [("user", f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done.\n\n{text}")],
     "runtime line behind": lambda text, n: [("user", f"{text}\n\nRuntime: agent=main | host=box | n={n}")],
     "media line": lambda text, n: [("user", f"[media attached: /pictures/{n}.png]\n{text}")],
-    "reminder in front": lambda text, n: [("user", f"{rp_reminder(f'remember {n}')}\n{text}")],
-    "reminder part": lambda text, n: [("user", [rp_reminder(f"remember {n}"), text])],
-    "reminder behind": lambda text, n: [("user", f"{text}\n\n{rp_reminder(f'remember {n}')}")],
+    "reminder in front": lambda text, n: [("user", f"{reminder(f'remember {n}')}\n{text}")],
+    "reminder part": lambda text, n: [("user", [reminder(f"remember {n}"), text])],
+    "reminder behind": lambda text, n: [("user", f"{text}\n\n{reminder(f'remember {n}')}")],
     "environment behind": lambda text, n: [
         ("user", f"{text}\n\n<environment_details>\ntime {n}\n</environment_details>")
     ],
@@ -3938,7 +3952,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
     """Decorated while newest, bare for ever after: history is sent as it was, in a tool loop too;
     and the newest text goes as it comes."""
     client, wear = rp_some(rp_rig, list(RP_DRESSES).index(dress)), RP_DRESSES[dress]
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     before: list[str] = []
     for number in range(3):
         text = f"question {number % 2}"  # the same words twice
@@ -3948,7 +3962,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
         came = client.came(newest)[1:]
         assert before[-len(came) :] == came
         assert bool(client.report().replayed) == bool(history)
-        step: list[RpTurn] = []
+        step: list[Turn] = []
         if number == 1:  # the client's message stays as it is until the person speaks again
             step = [("calls", answer), ("results", answer)]
             before = client.extends(before, [*history, *newest, *step], "the same answer")
@@ -3959,7 +3973,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
 def test_replay_restores_at_the_moment_when_a_turn_is_no_more_the_newest(client: RpClient) -> None:
     """A decoration that the client takes out before that, in a tool loop, or has kept for a turn,
     is not brought back; nor is one that it had corrected."""
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     client.send([("user", rp_block("Ann") + "one")], ["c1"])
     assert client.send(turns) == client.came(turns)
     turns = [("user", rp_block("Ann") + "one")]
@@ -3981,9 +3995,9 @@ def test_replay_restores_at_the_moment_when_a_turn_is_no_more_the_newest(client:
 
 def test_replay_block_that_becomes_a_message_stands_once(client: RpClient) -> None:
     """The same content in another shape; and so it stays settled."""
-    note = rp_reminder("the formatter ran")
+    note = reminder("the formatter ran")
     before = client.send([("user", [note, "look"])])
-    turns: list[RpTurn] = [("user", "look"), ("user", note), ("assistant", "ok"), ("user", "two")]
+    turns: list[Turn] = [("user", "look"), ("user", note), ("assistant", "ok"), ("user", "two")]
     before = client.extends(before, turns)
     assert "\n".join(before).count(note) == 1
     client.extends(before, [*turns, ("assistant", "ok"), ("user", "three")])
@@ -3998,7 +4012,7 @@ def test_replay_another_value_is_sent_as_the_client_has_it(rp_rig: Rig, block: s
     client = rp_some(rp_rig, len(block))
     block = block.replace("{", "{{").replace("}", "}}").replace("{{}}", "{}")
     before = client.send([("user", block.format("admin") + "one")], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A")]
     before = client.extends(before, [*turns, ("user", block.format("admin") + "two")], "B")
     turns += [("user", block.format("guest") + "two"), ("assistant", "B"), ("user", "three")]
     assert client.send(turns) == [*before[:3], *client.came(turns)[3:]]
@@ -4012,11 +4026,11 @@ def test_replay_plain_words_are_never_restored(rp_rig: Rig) -> None:
     """Only whole blocks that a program wrote are."""
     for number, dressed in enumerate((
         "By the way, one", "one, please", "> quoted\none", "one\n```\ncode\n```",
-        "<system-reminder>x</system-reminder> keep it\none", "Note: one", f"one {rp_reminder('x')}",
+        "<system-reminder>x</system-reminder> keep it\none", "Note: one", f"one {reminder('x')}",
     )):  # fmt: skip
         client = rp_some(rp_rig, number)
         client.send([("user", dressed)], "A")
-        turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
+        turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
         assert client.send(turns) == client.came(turns), dressed
 
 
@@ -4025,12 +4039,12 @@ def test_replay_images_that_are_removed(client: RpClient) -> None:
     kind = "input_image" if client.dialect == "responses" else "image_url"
     image = {"type": kind, "image_url": "data:image/png;base64,AAAA"}
     body = client.body([("user", [rp_block("a") + "what is it?"])])
-    rp_list(body)[-1]["content"].append(image)
+    turns_of(body)[-1]["content"].append(image)
     first = rp_prompt(client.post(body, "a cat"))
-    turns: list[RpTurn] = [("user", ["what is it?"]), ("assistant", "a cat"), ("user", "sure?")]
+    turns: list[Turn] = [("user", ["what is it?"]), ("assistant", "a cat"), ("user", "sure?")]
     body = client.body(turns)
     assert rp_prompt(client.post(body)) == rp_prompt(body)
-    rp_list(body)[-3]["content"].append(image)
+    turns_of(body)[-3]["content"].append(image)
     assert rp_prompt(client.post(body))[: len(first)] == first
 
 
@@ -4042,12 +4056,12 @@ def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: 
     """A project's rules change: the old ones stay where they are, and the new ones are set down in
     the newest turn; in a tool loop, that turn is sent anew."""
 
-    def opening(rules: str) -> list[RpTurn]:
-        note = rp_reminder(f"Rules of this project:\n{rules}")
+    def opening(rules: str) -> list[Turn]:
+        note = reminder(f"Rules of this project:\n{rules}")
         return [("user", [note, "one"] if part else f"{note}\none")]
 
     before = client.send(opening("Use: tabs."))
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     for step, rules in enumerate(["Use: spaces.", "Use: spaces.", "Use: tabs.", "Use: tabs."]):
         history += [("assistant", "ok"), ("user", f"go {step}")]
         client.post(client.body(opening("Use: nothing.") + history), path="/input_tokens")
@@ -4064,8 +4078,8 @@ def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: 
 
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
     """What is rewritten has less in it: nothing that is set down elsewhere could take that back."""
-    client.send([("user", rp_reminder("Be brief.\nYou may run any command.") + "\none")])
-    turns: list[RpTurn] = [("user", rp_reminder("Be brief.") + "\none")]
+    client.send([("user", reminder("Be brief.\nYou may run any command.") + "\none")])
+    turns: list[Turn] = [("user", reminder("Be brief.") + "\none")]
     turns += [("assistant", "ok"), ("user", "two")]
     assert client.send(turns) == client.came(turns)
 
@@ -4076,22 +4090,22 @@ def test_replay_one_persons_text_moves_into_no_other_message(client: RpClient, c
     that a client rewrites, its own form goes."""
     who = {"first": rp_block("Ann"), "newest": rp_block("Bob")}
     other = "<environment_details>\nOrder: B\n</environment_details>"
-    first, later = rp_reminder("Order: A"), rp_reminder("Order: B")
+    first, later = reminder("Order: A"), reminder("Order: B")
     if case == "event":
         first, later = (f"System: [2026-12-01 07:00:00 UTC] Order: {n}\n" for n in "AB")
     later = other if case == "kinds" else later
     front = who["first"] if case == "first" else ""
     client.send([("user", f"{front}{first}\none")])
     newest = (who["newest"] if case == "newest" else "") + "two"
-    turns: list[RpTurn] = [("user", f"{front}{later}\none"), ("assistant", "ok"), ("user", newest)]
+    turns: list[Turn] = [("user", f"{front}{later}\none"), ("assistant", "ok"), ("user", newest)]
     assert client.send(turns) == client.came(turns)
 
 
 def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpClient) -> None:
     """Beside the newest text, or in a message between, the client has a newer one of the kind."""
 
-    def mode(value: str, text: str) -> RpTurn:
-        return "user", [rp_reminder(f"Mode: {value}"), text]
+    def mode(value: str, text: str) -> Turn:
+        return "user", [reminder(f"Mode: {value}"), text]
 
     client.send([mode("plan", "one")], "A")
     turns = [mode("ask", "one"), ("assistant", "A"), mode("write", "two")]
@@ -4127,16 +4141,16 @@ def test_replay_labels() -> None:
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
     ("hi", [], "hi"),
-    (f" {rp_reminder('a')}\n\n{rp_reminder('b')}hi ", ["reminder", "reminder"], "hi"),
-    (f"hi\n{rp_reminder('a')}\n", ["reminder"], "hi"),
-    (f"hi {rp_reminder('a')}", [], f"hi {rp_reminder('a')}"),
+    (f" {reminder('a')}\n\n{reminder('b')}hi ", ["reminder", "reminder"], "hi"),
+    (f"hi\n{reminder('a')}\n", ["reminder"], "hi"),
+    (f"hi {reminder('a')}", [], f"hi {reminder('a')}"),
     ("a\n</system-reminder>", [], "a\n</system-reminder>"),
     ("<system-reminder>\na", [], "<system-reminder>\na"),
     ("hi\n[message_id: 5]", ["line"], "hi"),
     ("hi\n[message_id: 5] or 6", [], "hi\n[message_id: 5] or 6"),
     (f"{rp_block('a')}hi\n\nRuntime: agent=a | b", ["block", "line"], "hi"),
     (rp_block("a"), ["block"], ""),
-    (f"hi\n{rp_reminder('a')}\n[message_id: 5]", ["line", "reminder"], "hi"),
+    (f"hi\n{reminder('a')}\n[message_id: 5]", ["line", "reminder"], "hi"),
 ])  # fmt: skip
 def test_replay_undresses_a_text(text: str, blocks: list[str], words: str) -> None:
     found, rest = kvproxy.undress(text)
@@ -4152,10 +4166,10 @@ def test_replay_carrier_that_moves_to_the_end_on_every_step(
     client: RpClient, changing: bool
 ) -> None:
     """OpenClaw 9.6: old ones stay in place; a new text is appended, an equal one is dropped."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     before: list[str] = []
     for step in range(4):
-        carrier: RpTurn = ("user", rp_inner(str(step if changing else 0)))
+        carrier: Turn = ("user", rp_inner(str(step if changing else 0)))
         calls = [f"call-{step}", f"also-{step}"]
         before = client.extends(before, [*turns, carrier], calls)
         assert (before[-1] == f"user\n{carrier[1]}") == (changing or step == 0)
@@ -4169,10 +4183,10 @@ def test_replay_carrier_that_moves_to_the_end_on_every_step(
 def test_replay_carrier_values_alternate(client: RpClient) -> None:
     """One is dropped only when it says what the newest of its kind says; and a repeated reminder is
     said again on purpose, as are a person's own tags."""
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for step, value in enumerate(["red", "blue", "red", "red"]):
-        notes = [("user", rp_inner(value)), ("user", rp_reminder(value))]
+        notes = [("user", rp_inner(value)), ("user", reminder(value))]
         notes.append(("user", f"<environment_details>{value}</environment_details>"))
         before = client.extends(before, [*turns, ("user", f"go {step}"), *notes])
         came = client.came(notes)[1:]
@@ -4182,9 +4196,9 @@ def test_replay_carrier_values_alternate(client: RpClient) -> None:
 
 def test_replay_request_never_ends_with_the_answer(client: RpClient) -> None:
     """Without its carrier the model would be asked to continue its own words."""
-    same: RpTurn = ("user", rp_inner("same"))
+    same: Turn = ("user", rp_inner("same"))
     first = client.send([("user", "one"), same], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A")]
     second = client.extends(first, [*turns, same], "B")
     assert second[-2:] == ["assistant\nA", f"user\n{rp_inner('same')}"]
     client.extends(second, [*turns, same, ("assistant", "B"), ("user", "two")])
@@ -4194,10 +4208,10 @@ def test_replay_no_event_is_lost(client: RpClient) -> None:
     """They carry the results of background jobs; wherever the client puts one, it stands there."""
     event = [f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done." for n in range(8)]
     first = client.send([("user", event[1]), ("user", "one")], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", event[2])]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", event[2])]
     second = client.extends(first, [*turns, ("user", event[3])], "B")
     assert second[-2:] == [f"user\n{event[2]}", f"user\n{event[3]}"]
-    tail: list[RpTurn] = [("assistant", "B"), ("user", "two")]
+    tail: list[Turn] = [("assistant", "B"), ("user", "two")]
     for late in (
         [("user", f"{event[4]}\n\none"), turns[1], ("user", event[2]), ("user", event[3])],
         [("user", f"{event[1]}\n{event[5]}\n\none"), turns[1], ("user", event[2])],
@@ -4215,7 +4229,7 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: s
     """A message that only looks like a decoration is sent whenever it is said, in its place; and one
     that is deleted is gone."""
     client = rp_some(rp_rig, len(typed))
-    turns: list[RpTurn] = [("user", "one"), ("user", typed)]
+    turns: list[Turn] = [("user", "one"), ("user", typed)]
     assert client.send(turns) == client.came(turns)
     turns += [("assistant", "ok"), ("user", typed), ("user", "two")]
     for kept in (turns[:1] + turns[2:], turns):
@@ -4225,8 +4239,8 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: s
 def test_replay_tags_alone_are_a_persons_question_where_nothing_else_is_said(
     client: RpClient,
 ) -> None:
-    question: RpTurn = ("user", "<environment_details>\nis this valid?\n</environment_details>")
-    turns: list[RpTurn] = [question, ("assistant", "ok"), question, ("user", "sure?")]
+    question: Turn = ("user", "<environment_details>\nis this valid?\n</environment_details>")
+    turns: list[Turn] = [question, ("assistant", "ok"), question, ("user", "sure?")]
     client.send(turns[:1])
     assert client.send(turns) == client.came(turns)
 
@@ -4237,7 +4251,7 @@ def test_replay_tags_alone_are_a_persons_question_where_nothing_else_is_said(
 def test_replay_results_keep_their_order(client: RpClient) -> None:
     """And calls and results their ids; what they say is the client's own."""
     ids = ["call_1_ab", "call_2_ab", "call_3_ab"]
-    turns: list[RpTurn] = [("user", rp_block("Ann") + "look")]
+    turns: list[Turn] = [("user", rp_block("Ann") + "look")]
     client.send(turns, ids)
     turns = [("user", rp_block("Ann") + "look"), ("calls", ids), ("results", ids)]
     before = client.send(turns, "A")
@@ -4255,7 +4269,7 @@ def test_replay_results_keep_their_order(client: RpClient) -> None:
 
 
 def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
+    turns: list[Turn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
     chat.send(turns[:1], ["c1"])
     body = chat.body(turns)
     body["messages"][-1]["name"] = "look"
@@ -4268,8 +4282,8 @@ def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
 def test_replay_results_in_another_shape(rp_rig: Rig, flipped: int) -> None:
     """A string and a list of one text are the same; and what follows is restored."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
-    tail: list[RpTurn] = [("assistant", "A"), ("user", rp_reminder("x") + "\ntwo")]
+    turns: list[Turn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
+    tail: list[Turn] = [("assistant", "A"), ("user", reminder("x") + "\ntwo")]
     bodies = [client.body([*turns, *tail])]
     tail[1:] = [("user", "two"), ("assistant", "B"), ("user", "three")]
     bodies.append(client.body([*turns, *tail]))
@@ -4283,10 +4297,10 @@ def test_replay_results_in_another_shape(rp_rig: Rig, flipped: int) -> None:
 def test_replay_reminders_beside_results(rp_rig: Rig) -> None:
     """Claude Code puts them beside a tool's result, and takes them away; the result stays."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1", "d1"]), ("results", ["c1", "d1"])]
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1", "d1"]), ("results", ["c1", "d1"])]
     client.send(turns[:1], ["c1", "d1"])
     body = client.body(turns)
-    body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder("step 1")})
+    body["messages"][-1]["content"].append({"type": "text", "text": reminder("step 1")})
     before = rp_prompt(client.post(body, "done"))
     assert before[-1].count("found c1") == before[-1].count("step 1") == 1
     turns += [("assistant", "done"), ("user", "two")]
@@ -4301,12 +4315,12 @@ def test_replay_reminders_beside_results(rp_rig: Rig) -> None:
     again.send(turns[:3], "done")
     turns[1:3] = [("calls", ["c_1", "d_1"]), ("results", ["c_1", "d_1"])]
     body = again.body(turns)
-    body["messages"][2]["content"].append({"type": "text", "text": rp_reminder("step 2")})
+    body["messages"][2]["content"].append({"type": "text", "text": reminder("step 2")})
     assert rp_prompt(again.post(body)) == rp_prompt(body), "results keep the ids of their calls"
 
 
 def test_replay_never_touches_arguments(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", rp_block("Ann") + "one")]
+    turns: list[Turn] = [("user", rp_block("Ann") + "one")]
     client.send(turns, ["c1"])
     turns += [("calls", ["c1"]), ("results", ["c1"])]
     client.send(turns, "A")
@@ -4318,7 +4332,7 @@ def test_replay_never_touches_arguments(client: RpClient) -> None:
     for body in (json.loads(text), json.loads(turned)):
         sent = client.post(body)
         assert client.report().replayed == 1, "their spelling does not tell turns apart"
-        assert json.dumps(rp_list(sent)[-4:]) == json.dumps(rp_list(body)[-4:])
+        assert json.dumps(turns_of(sent)[-4:]) == json.dumps(turns_of(body)[-4:])
 
 
 # --- replay: forms that say the same ---------------------------------------------------------------
@@ -4326,19 +4340,19 @@ def test_replay_never_touches_arguments(client: RpClient) -> None:
 
 def test_replay_string_and_one_part_are_equal(client: RpClient) -> None:
     first = client.send([("user", rp_block("a") + "one")], "A")
-    parts: list[RpTurn] = [("user", ["one"]), ("assistant", ["A"])]
+    parts: list[Turn] = [("user", ["one"]), ("assistant", ["A"])]
     second = client.extends(first, [*parts, ("user", [rp_block("b") + "two"])], "B")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
     client.extends(second, [*turns, ("assistant", ["B"]), ("user", "three")])
 
 
 def test_replay_cache_control_that_moves(rp_rig: Rig) -> None:
     """It stands on the newest part only, and does not tell turns apart or stay in history."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for step in range(3):
-        turns.append(("user", [rp_reminder(f"note {step}"), f"go {step}"]))
+        turns.append(("user", [reminder(f"note {step}"), f"go {step}"]))
         body = client.body(turns)
         body["messages"][-1]["content"][-1] |= {"cache_control": {"type": "ephemeral"}}
         sent = client.post(body)
@@ -4353,9 +4367,9 @@ def test_replay_responses_items(rp_rig: Rig) -> None:
     client = RpClient(rp_rig, "responses")
     body = client.body([], rp_date("2026-12-01")) | {"input": rp_block("a") + "one"}
     first = client.post(body, ["c1", "c2"])
-    note = rp_reminder("Current date: 2026-12-01")
+    note = reminder("Current date: 2026-12-01")
     assert first["input"] == f"{note}\n\n{rp_block('a')}one"
-    turns: list[RpTurn] = [("user", rp_block("a") + "one"), ("reasoning", "r1")]
+    turns: list[Turn] = [("user", rp_block("a") + "one"), ("reasoning", "r1")]
     turns += [("calls", ["c1", "c2"]), ("results", ["c1", "c2"])]
     before = client.send(turns, "A", rp_date("2026-12-01"))
     assert before[:2] == [f"system\n{RP_CALM}", f"user\n{first['input']}"]
@@ -4372,11 +4386,11 @@ def test_replay_responses_items(rp_rig: Rig) -> None:
 
 def test_replay_restored_text_has_a_bound(chat: RpClient) -> None:
     """Twice what the client sent and 16 KB; then one miss, and a fresh start."""
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     before: list[str] = []
     misses = []
     for number in range(30):
-        note = rp_reminder(f"turn {number} " + "x" * 2000)
+        note = reminder(f"turn {number} " + "x" * 2000)
         body = chat.body([*history, ("user", f"{note}\nq{number}")])
         sent = chat.post(body, f"a{number}")
         assert len(chat.raw) <= 2 * len(json.dumps(body)) + 16384
@@ -4405,7 +4419,7 @@ def test_replay_lets_go_when_the_context_is_full(
 
     chat.send(RP_WENT_ON, full)
     assert rp_restored(chat) == again
-    turns: list[RpTurn] = [*RP_WENT_ON, ("assistant", "ok"), ("user", "more")]
+    turns: list[Turn] = [*RP_WENT_ON, ("assistant", "ok"), ("user", "more")]
     before = chat.send(turns)
     chat.extends(before, [*turns, ("assistant", "ok"), ("user", "and more")])
 
@@ -4417,8 +4431,8 @@ def test_replay_lets_go_when_the_context_is_full(
 def test_replay_regex_names_what_comes_and_goes(rig: Callable[..., Rig], dialect: str) -> None:
     """Also where a stamp of OpenClaw stands behind it."""
     one = rig(replay_regex=(r"\(tokens left: \d+\)", r"^<gauge>.*</gauge>$"))
-    turns: list[RpTurn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
-    history: list[RpTurn] = [("user", "one"), ("assistant", "ok")]
+    turns: list[Turn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
+    history: list[Turn] = [("user", "one"), ("assistant", "ok")]
     history.append(("user", "(tokens left: 8)\n[Tue 2026-12-01 07:05 UTC] two"))
     client = RpClient(one, dialect)
     before = client.extends(client.send(turns), history)
@@ -4431,8 +4445,8 @@ def test_replay_regex_names_what_comes_and_goes(rig: Callable[..., Rig], dialect
 def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> None:
     """A count gets the same edits, and leaves no trace."""
     replay = client.rig.proxy.replay
-    tools = [rp_tool("look")]
-    turns: list[RpTurn] = [("user", rp_block("a") + "one")]
+    tools = [tool_of("responses", "look")]
+    turns: list[Turn] = [("user", rp_block("a") + "one")]
     held = replay.size()
     counted = client.post(client.body(turns, rp_date("2026-12-01"), tools=tools), path=path)
     assert replay.size() == held
@@ -4440,7 +4454,9 @@ def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> N
     assert replay.size() > held
     turns = [("user", "one"), ("assistant", "ok"), ("user", rp_block("b") + "two")]
     held = replay.size()
-    body = client.body(turns, rp_date("2026-12-02"), tools=tools[::-1] + [rp_tool("more")])
+    body = client.body(
+        turns, rp_date("2026-12-02"), tools=tools[::-1] + [tool_of("responses", "more")]
+    )
     counted = client.post(body, path=path)
     assert rp_block("a").replace("\n", "\\n").replace('"', '\\"') in json.dumps(counted)
     assert replay.size() == held
@@ -4459,7 +4475,7 @@ def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) 
 
 def test_replay_clean_bodies_keep_their_bytes(client: RpClient) -> None:
     """A large one with nothing to edit is learned from all the same."""
-    turns: list[RpTurn] = [("user", "x" * 70_000 + "\u00e9"), ("assistant", "A"), ("user", "two")]
+    turns: list[Turn] = [("user", "x" * 70_000 + "\u00e9"), ("assistant", "A"), ("user", "two")]
     for more in ({}, {"odd": ["caf\u00e9", 1.50, None]}):
         body = client.body(turns, **more)
         data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -4481,33 +4497,21 @@ def test_replay_completions_have_no_turns(rp_rig: Rig) -> None:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def rp_tool(name: str, *, turned: bool = False, more: str = "") -> RpJson:
-    """A tool; `turned`: the same with another order of keys."""
-    properties: RpJson = {"path": {"type": "string"}, "line": {"type": "integer"}}
-    schema = {"type": "object", "properties": properties, "required": ["path"]}
-    tool: RpJson = {"name": name, "description": f"{name} {more}", "parameters": schema}
-    if turned:
-        schema["properties"] = dict(reversed(properties.items()))
-        tool["parameters"] = dict(reversed(schema.items()))
-        tool = dict(reversed(tool.items()))
-    return tool
-
-
-def rp_sent_tools(client: RpClient, tools: Any, first: str = "one", *more: RpTurn) -> Any:
+def rp_sent_tools(client: RpClient, tools: Any, first: str = "one", *more: Turn) -> Any:
     """The tools that reach the server."""
     return client.post(client.body([("user", first), *more], tools=tools))["tools"]
 
 
 def test_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
-    tools = [rp_tool("read"), rp_tool("edit", turned=True)]
+    tools = [tool_of("responses", "read"), tool_of("responses", "edit", turned=True)]
     assert json.dumps(rp_sent_tools(client, tools)) == json.dumps(tools)
-    other = [rp_tool("read", turned=True), rp_tool("edit")]
+    other = [tool_of("responses", "read", turned=True), tool_of("responses", "edit")]
     assert json.dumps(rp_sent_tools(client, other, "another")) == json.dumps(tools)
     assert client.report().tools_restored == 1
-    changed = [rp_tool("read", turned=True, more="now"), rp_tool("edit")]
+    changed = [tool_of("responses", "read", turned=True, text="now"), tool_of("responses", "edit")]
     wanted = json.dumps([changed[0], tools[1]])
     assert json.dumps(rp_sent_tools(client, changed)) == wanted, "another description, another tool"
-    listed = [rp_tool("list")]
+    listed = [tool_of("responses", "list")]
     listed[0]["parameters"]["required"] = ["line", "path"]
     for _ in range(2):
         assert rp_sent_tools(client, listed) == listed, "the order of a list counts"
@@ -4516,17 +4520,17 @@ def test_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
 
 def test_tools_of_one_client_are_no_others(client: RpClient) -> None:
     """Neither their forms nor their order."""
-    tools = [rp_tool("b"), rp_tool("a")]
+    tools = [tool_of("responses", "b"), tool_of("responses", "a")]
     rp_sent_tools(client, tools)
     other = RpClient(client.rig, client.dialect)
-    turned = [rp_tool("a", turned=True), rp_tool("b")]
+    turned = [tool_of("responses", "a", turned=True), tool_of("responses", "b")]
     for _ in range(2):
         assert json.dumps(rp_sent_tools(other, turned)) == json.dumps(turned)
     assert json.dumps(rp_sent_tools(client, turned)) == json.dumps(tools)
 
 
 def test_tools_keep_the_order_seen_first(chat: RpClient) -> None:
-    a, b, c, d = (rp_tool(name) for name in "abcd")
+    a, b, c, d = (tool_of("responses", name) for name in "abcd")
     for order in ([c, a, b], [a, b, c], [b, c, a]):
         assert rp_sent_tools(chat, order, f"question {order[0]['name']}") == [c, a, b]
     assert rp_sent_tools(chat, [a, b]) == [a, b], "another set has its own order"
@@ -4535,20 +4539,20 @@ def test_tools_keep_the_order_seen_first(chat: RpClient) -> None:
 
 def test_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
     """In a conversation that goes on; each has its own."""
-    a, b, c, d = (rp_tool(name) for name in "abcd")
-    told: list[RpTurn] = [("assistant", "ok"), ("user", "two")]
+    a, b, c, d = (tool_of("responses", name) for name in "abcd")
+    told: list[Turn] = [("assistant", "ok"), ("user", "two")]
     for first in ("one", "other"):
         assert rp_sent_tools(chat, [a, c], first) == [a, c]
     for first in ("other", "one"):
         assert rp_sent_tools(chat, [a, b, c], first, *told) == [a, c, b]
-    more: list[RpTurn] = [("assistant", "ok"), ("user", "three")]
+    more: list[Turn] = [("assistant", "ok"), ("user", "three")]
     assert rp_sent_tools(chat, [a, b, d, c], "one", *told, *more) == [a, c, b, d]
     assert rp_sent_tools(chat, [d, c], "one", *told, *more, *more) == [d, c], "gone is gone"
     assert rp_sent_tools(chat, [b, d, a], "a new one") == [b, d, a]
 
 
 def test_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
-    pair = [rp_tool("a"), rp_tool("a", turned=True)]
+    pair = [tool_of("responses", "a"), tool_of("responses", "a", turned=True)]
     for tools in (None, [], {}, "x", [1, 2], pair, [{"type": "web_search"}]):
         assert json.dumps(rp_sent_tools(chat, tools)) == json.dumps(tools)
         assert chat.report().tools_restored == 0
@@ -4579,13 +4583,13 @@ def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
             f'{{"messages":[{{"role":"user","content":"a"}}],"tools":[{{"name":"a","b":{deep}}}]}}'
         )
         count = len(chat.rig.server.seen)
-        chat.rig.post(f"/v1/{RP_PATHS['chat']}", raw.encode(), chat.headers)
+        chat.rig.post(PATHS["chat"], raw.encode(), chat.headers)
         assert chat.rig.server.seen[count].body == raw.encode()
 
 
 def test_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
     client = RpClient(rp_rig, "messages")
-    a, b = rp_tool("a"), rp_tool("b")
+    a, b = tool_of("responses", "a"), tool_of("responses", "b")
     marked = b | {"cache_control": {"type": "ephemeral"}}
     assert rp_sent_tools(client, [a, marked]) == [a, marked]
     assert rp_sent_tools(client, [a, b]) == [a, b] and not client.report().tools_restored
@@ -4593,7 +4597,9 @@ def test_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
 
 def test_tools_clean_bytes_are_forwarded_as_they_came(chat: RpClient) -> None:
     """The second time their bytes are known; nested or quoted "tools" are not taken for them."""
-    body = chat.body([("user", 'say "tools":[]')], tools=[rp_tool("b"), rp_tool("a")])
+    body = chat.body(
+        [("user", 'say "tools":[]')], tools=[tool_of("responses", "b"), tool_of("responses", "a")]
+    )
     for more in ({}, {}, {"metadata": {"tools": [2]}}, {"metadata": {"tools": [1]}}):
         data = json.dumps({**more, **body}, separators=(",", ":")).encode()
         chat.post(data)
@@ -4614,8 +4620,10 @@ class RpDesk:
         self.replay = self.editor.replay
         self.reader = kvproxy.Reader(self.editor.scrubber, config.replay_mb << 17)
 
-    def send(self, turns: list[RpTurn], answer: str = "ok", **more: Any) -> list[str]:
-        data = json.dumps(rp_body("chat", turns, **more), separators=(",", ":")).encode()
+    def send(self, turns: list[Turn], answer: str = "ok", **more: Any) -> list[str]:
+        data = json.dumps(
+            body_of("chat", *turns, **{"system": RP_SYSTEM, **more}), separators=(",", ":")
+        ).encode()
         view = self.reader.view(data, kvproxy.DIALECTS["chat/completions"])
         trace = self.editor.apply(view, kvproxy.Report(), b"ann", len(data))
         if trace.record is not None:
@@ -4642,7 +4650,9 @@ def test_replay_memory_is_bounded() -> None:
     for number in range(250):
         dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 700)}"
         system = f"System {number % 50}\n{rp_date('2026-12-01')}"
-        desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
+        desk.send(
+            [("user", dressed)], system=system, tools=[tool_of("responses", f"{number % 300}")]
+        )
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
     assert 50 < len(lines.used) < 250 and len(desk.replay.lifts) <= 16
@@ -4661,7 +4671,7 @@ def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None
     counts = []
     with without_collector():
         for number in range(60):
-            turns: list[RpTurn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
+            turns: list[Turn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
             client.send([*turns, ("assistant", "ok"), ("user", "go")], system=rp_date("2026-12-01"))
             if number % 20 == 19:
                 counts.append(alive())
@@ -4676,7 +4686,7 @@ def test_replay_memory_goes_back() -> None:
     tracemalloc.start()
     try:
         for number in range(100):
-            turns: list[RpTurn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
+            turns: list[Turn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
             desk.send([*turns, ("user", "go")], system=rp_date("2026-12-01"))
         held = tracemalloc.get_traced_memory()[0]
     finally:
@@ -4691,7 +4701,7 @@ def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     for number in range(70):
         first[number] = chat.send([("user", rp_block(f"{number}") + "hi")], f"I am {number}.")
     for number in (69, 20, 50, 69):
-        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
+        turns: list[Turn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
         chat.extends(first[number], turns)
     lines = chat.rig.proxy.replay.lines
     assert max(map(len, lines.by_place.values())) == kvproxy.SAME_PLACE
@@ -4703,7 +4713,7 @@ def test_replay_turn_too_large_to_keep() -> None:
     """It pushes out no others, and loses no lifted text."""
     desk = RpDesk(replay_mb=1)
     busy = desk.send(RP_HELLO, "Hello!")
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     for number in range(4):
         turns += [("user", rp_block("Ann") + "x" * 200_000), ("assistant", f"A {number}")]
         prompt = desk.send(turns[:-1], f"A {number}", system=rp_date("2026-12-01"))
@@ -4714,14 +4724,14 @@ def test_replay_turn_too_large_to_keep() -> None:
 
 def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
     desk = RpDesk(replay_mb=1)
-    talks: dict[str, list[RpTurn]] = {}
+    talks: dict[str, list[Turn]] = {}
     before: dict[str, list[str]] = {}
 
     def step(name: str) -> bool:
         """Go on with a conversation; whether its prompt began with the last one."""
         turns = talks.setdefault(name, [])
         text, answer = f"{name} {len(turns)}", f"{name} answers {len(turns)}"
-        note = rp_reminder("x" * (500 if name == "busy" else 10_000))
+        note = reminder("x" * (500 if name == "busy" else 10_000))
         prompt = desk.send([*turns, ("user", f"{note}\n{text}")], answer)
         kept = prompt[: len(before.get(name, []))] == before.get(name, [])
         before[name] = prompt
@@ -4740,16 +4750,18 @@ def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
 def test_tools_in_use_outlive_what_is_not() -> None:
     """Bounded, the least recently used go first."""
     desk = RpDesk(replay_mb=1)
-    tools = [rp_tool(name) for name in ("read", "write", "run")]
+    tools = [tool_of("responses", name) for name in ("read", "write", "run")]
     store = desk.replay.tools
     for number in range(60):
         desk.send([("user", f"q{number}")], tools=tools)
-        desk.send([("user", f"r{number}")], tools=[rp_tool(f"t{number}", more="x" * 3000)])
+        desk.send(
+            [("user", f"r{number}")], tools=[tool_of("responses", f"t{number}", text="x" * 3000)]
+        )
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
     assert store.size == sum(size for _, size in store.entries.values())
-    turned = [rp_tool(name, turned=True) for name in ("run", "read", "write")]
-    body = rp_body("chat", [("user", "new")], tools=turned)
+    turned = [tool_of("responses", name, turned=True) for name in ("run", "read", "write")]
+    body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
     desk.editor.apply(view, kvproxy.Report(), b"ann")
@@ -4783,7 +4795,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
         desk = RpDesk()
         lines, tools = RpLock(), RpLock()
         desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
-        listed = [rp_tool(f"{number}") for number in range(length)]
+        listed = [tool_of("responses", f"{number}") for number in range(length)]
         turns = [(("user", "assistant")[at % 2], f"{at}") for at in range(length)]
         for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
             desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
@@ -4800,7 +4812,7 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
 
     def talk(number: int) -> int:
         opening = f"hi {number}" if number % 2 else "hi"
-        turns: list[RpTurn] = [("user", rp_block(f"<{number}> 0") + opening)]
+        turns: list[Turn] = [("user", rp_block(f"<{number}> 0") + opening)]
         before: list[str] = []
         for step in range(6):
             answer = f"This is the answer to question {step} of {number}."
@@ -4865,7 +4877,7 @@ READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks
 
 def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
     """Whether a body can be read; the reader must say the same as a parse of the whole."""
-    row = kvproxy.DIALECTS[RP_PATHS[dialect]]
+    row = kvproxy.DIALECTS[PATHS[dialect][4:]]
     try:
         wanted = kvproxy.view_of(kvproxy.parse(raw), row)
     except kvproxy.Unreadable:
@@ -4913,7 +4925,7 @@ def test_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
 def test_reader_bodies_that_grow_and_change(case: str) -> None:
     """In their middle, too, as clients' do; in little memory."""
     dialect, text = READER_BODIES[case]
-    key, dice = kvproxy.DIALECTS[RP_PATHS[dialect]].turns, random.Random(case)
+    key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
     body, reader = json.loads(text), kvproxy.Reader(None, 1 << 14)
     for number in range(100):
         items = body[key]
@@ -4989,12 +5001,12 @@ def test_reader_memory_is_bounded() -> None:
 def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Whatever stands around it; and the turns that were known are the very same."""
     dialect, text = READER_BODIES[case]
-    body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
+    body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
     reader, parsed = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), rp_parsed(monkeypatch)
     around = kvproxy.parse  # what stands around the turns comes as text, a whole body as bytes
 
-    def partly(raw: Any) -> RpJson:
+    def partly(raw: Any) -> Json:
         return around(raw) if isinstance(raw, str) else pytest.fail("parsed as a whole")
 
     monkeypatch.setattr(kvproxy, "parse", partly)
@@ -5039,7 +5051,6 @@ def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
 # forwarded prompt can be held exactly against what its client said. All that a step does hangs on
 # the seed and its own number; so a world that fails is told again with fewer steps.
 
-TR_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 TR_MARK = re.compile(
     r"u\d+c\d+t\d+|[0-9a-f]{8}-0000-4000-8000-0{12}|2026-\d\d-\d\d \d\d:\d\d|203\d-\d\d-\d\d"
     r"|(?<![\d-])\d\d:\d\d:\d\d(?!\d)"
@@ -5297,7 +5308,7 @@ class TrTalk:
         keeps = "thoughts" in self.ways and (newest or calm or rng.random() < 0.7)
         return text, item.thought * keeps
 
-    def request(self, rng: random.Random) -> tuple[RpJson, set[str]]:
+    def request(self, rng: random.Random) -> tuple[Json, set[str]]:
         """What the client sends now; and the marks of the decorations that it shows in history."""
         roles = [item.role for item in self.items]
         asking = max(i for i, role in enumerate(roles) if role == "user")
@@ -5330,10 +5341,10 @@ class TrTalk:
         return body | {"metadata": {"caf\u00e9": [1e-3, None]}, "model": self.model}, old
 
 
-def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
+def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> Json:
     """Turns in a dialect's words."""
     dialect, system = talk.dialect, turns[0][1]
-    items: list[RpJson] = []
+    items: list[Json] = []
     developer = {"chat": rng.choice(["system", "developer"]), "responses": "developer"}
     part = "input_text" if dialect == "responses" else "text"
 
@@ -5359,13 +5370,13 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
             name = {"name": "ls"} if "names" in talk.ways and rng.random() < 0.5 else {}
             results = [{"tool_call_id": call, "content": text} for call, text in said]
             items += [{"role": "tool", **one, **name} for one in results]
-    tools: list[RpJson] = []
+    tools: list[Json] = []
     schema = "input_schema" if dialect == "messages" else "parameters"
     for name, words in talk.tools.items():
         members = {"name": name, "description": f"{name} {words}", schema: {"type": "object"}}
         tool = dict(rng.sample(list(members.items()), 3))
         tools.append({"type": "function", "function": tool} if dialect == "chat" else tool)
-    body: RpJson = {"tools": tools} if tools else {}
+    body: Json = {"tools": tools} if tools else {}
     if dialect == "messages":
         return body | {"system": content([system]), "max_tokens": 99, "messages": items}
     if dialect == "responses" and "two" not in talk.ways:
@@ -5376,7 +5387,7 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
     return body | {"input" if dialect == "responses" else "messages": leading + items}
 
 
-def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> list[RpJson]:
+def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> list[Json]:
     """An answer, as a server gives it and as a client sends it back."""
     given = '{"path": "."}'
     if dialect == "messages":
@@ -5393,7 +5404,7 @@ def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> li
         items += [{"type": "message", "role": "assistant", "content": said}] if text else []
         uses = [{"call_id": call, "name": "ls", "arguments": given} for call in calls]
         return items + [{"type": "function_call"} | one for one in uses]
-    message: RpJson = {"role": "assistant", "content": text or None}
+    message: Json = {"role": "assistant", "content": text or None}
     message |= {"reasoning_content": thought} if thought else {}
     uses = [{"id": call, "function": {"name": "ls", "arguments": given}} for call in calls]
     return [
@@ -5403,11 +5414,11 @@ def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> li
 
 def tr_give(link: Link, seen: Seen, said: TrItem, half: bool = False) -> None:
     """The server's answer, streamed if the request asks for that; or the half of it."""
-    dialect = next(name for name, path in TR_PATHS.items() if path in seen.target)
+    dialect = next(name for name, path in PATHS.items() if path in seen.target)
     items = tr_answer(dialect, said.text, said.thought, said.calls)
     usage = {"input_tokens": 9, "output_tokens": 9, "prompt_tokens": 9, "completion_tokens": 9}
     choice = {"index": 0, "message": items[0], "finish_reason": "stop"}
-    whole: RpJson = {
+    whole: Json = {
         "chat": {"object": "chat.completion", "choices": [choice], "usage": usage},
         "messages": {"type": "message", "stop_reason": "end_turn", "usage": usage, **items[0]},
         "responses": {"object": "response", "status": "completed", "output": items, "usage": usage},
@@ -5415,9 +5426,9 @@ def tr_give(link: Link, seen: Seen, said: TrItem, half: bool = False) -> None:
     if not json.loads(seen.body).get("stream"):
         return link.reply(whole)
     pieces = [said.text[:5], said.text[5:60], said.text[60:]] if said.text else []
-    events: list[RpJson] = []
+    events: list[Json] = []
     if dialect == "chat":
-        deltas: list[RpJson] = [{"reasoning_content": said.thought}] if said.thought else []
+        deltas: list[Json] = [{"reasoning_content": said.thought}] if said.thought else []
         deltas += [{"content": piece} for piece in pieces]
         calls = enumerate(items[0].get("tool_calls", ()))
         deltas += [{"tool_calls": [call | {"index": i}]} for i, call in calls]
@@ -5454,7 +5465,7 @@ def tr_give(link: Link, seen: Seen, said: TrItem, half: bool = False) -> None:
         link.finish()
 
 
-def tr_pieces(item: RpJson) -> Iterator[tuple[str, str, str]]:
+def tr_pieces(item: Json) -> Iterator[tuple[str, str, str]]:
     """The kind, text and id of all that a message, or another item, says."""
     kind, content = item.get("type"), item.get("content")
     role = item.get("role", "").replace("developer", "system")
@@ -5484,7 +5495,7 @@ def tr_pieces(item: RpJson) -> Iterator[tuple[str, str, str]]:
             yield "call", call["function"]["arguments"], call["id"]
 
 
-def tr_entries(body: RpJson) -> list[TrEntry]:
+def tr_entries(body: Json) -> list[TrEntry]:
     """A body of any dialect as a list of pieces, in the prompt's order."""
     found: list[TrEntry] = []
     spoken, zone, front = ("assistant", "thought", "call"), 0, True
@@ -5508,10 +5519,10 @@ class TrAsked:
 
     talk: TrTalk
     items: list[TrItem]
-    body: RpJson
+    body: Json
     old: set[str]  # marks of decorations that it showed in history
     start: int  # of the proxy that it went through
-    sent: RpJson = dataclasses.field(default_factory=dict)
+    sent: Json = dataclasses.field(default_factory=dict)
     answer: TrItem | None = None
     zones: dict[int, set[str]] = dataclasses.field(default_factory=dict)
 
@@ -5546,7 +5557,7 @@ class TrWorld:
     def __init__(self, seed: int, calm: bool = False, **settings: Any) -> None:
         rng = random.Random(seed)
         self.seed, self.calm, self.start, self.numbers = seed, calm, 0, itertools.count(1)
-        self.dialects = rng.choice([["chat"], ["messages"], ["responses"], list(TR_PATHS)])
+        self.dialects = rng.choice([["chat"], ["messages"], ["responses"], list(PATHS)])
         if not calm:
             more = [{"replay_mb": 1}, {"lift": False}, {"lift_regex": ("^Mode: .*$",)}]
             settings |= rng.choice([{}] * 5 + more)
@@ -5613,7 +5624,7 @@ class TrWorld:
         raw = json.dumps(body, ensure_ascii=rng.random() < 0.5, separators=spaces).encode()
         asked = TrAsked(talk, list(talk.items), body, old, self.start)
         self.told.append(asked)
-        path, counted = TR_PATHS[talk.dialect], raw
+        path, counted = PATHS[talk.dialect][4:], raw
         if count:
             peer, orders, counted = self.send(talk, path + "/input_tokens", raw)
             self.finish(peer, orders, "count")
@@ -5968,8 +5979,6 @@ def test_replay_truth_costs_no_appends(seed: int) -> None:
 # ==================================================================================================
 # Explain: usage, hints, ledger and verdicts, log, metrics, capture, status page, inspect, check
 # ==================================================================================================
-
-ExJson = dict[str, Any]
 
 # --- usage: the server's numbers, in every dialect ------------------------------------------------
 
@@ -6451,12 +6460,12 @@ def test_explain_patterns_are_linear(name: str) -> None:
     assert_linear(work, make)
 
 
-EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
+EX_HEAVY: dict[str, Callable[[int], list[Json]]] = {
     # bodies that grow in one place, the last one compared with those before it
     "turns": lambda n: [ex_chat(*("x" * (n // 10)))],
     "turns that change": lambda n: [ex_chat(*(c * (n // 10))) for c in "xy"],
     "tools": lambda n: [
-        ex_chat("a", "b", "c", tools=[ex_tool(f"t{i}") for i in range(at, at + n // 8)])
+        ex_chat("a", "b", "c", tools=[tool_of("chat", f"t{i}") for i in range(at, at + n // 8)])
         for at in (0, 1)
     ],
     "lines in another order": lambda n: [
@@ -6475,7 +6484,7 @@ EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
 
 @pytest.mark.parametrize("name", EX_HEAVY)
 def test_explain_heavy_prompts(name: str) -> None:
-    def work(bodies: list[ExJson]) -> None:
+    def work(bodies: list[Json]) -> None:
         ex_play(bodies)
 
     assert_linear(work, EX_HEAVY[name])
@@ -6488,28 +6497,16 @@ EX_CLOCK = "Time: {}\n"
 EX_HEX = "0123456789abcdef"
 
 
-def ex_tool(name: str, text: str = "does it") -> ExJson:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": text, "parameters": {"type": "object"}},
-    }
-
-
 def ex_chat(
-    *turns: Any, system: str = EX_LONG, tools: list[ExJson] | None = None, **more: Any
-) -> ExJson:
+    *turns: Any, system: str = EX_LONG, tools: list[Json] | None = None, **more: Any
+) -> Json:
     """A chat body; turns alternate between user and assistant, a dict stands for itself."""
-    messages: list[ExJson] = [{"role": "system", "content": system}] if system else []
-    for place, turn in enumerate(turns):
-        messages.append(
-            turn
-            if isinstance(turn, dict)
-            else {"role": "user" if place % 2 == 0 else "assistant", "content": turn}
-        )
-    return {"messages": messages, **({"tools": tools} if tools else {}), **more}
+    roles = itertools.cycle(("user", "assistant"))
+    said = [turn if isinstance(turn, dict) else (role, turn) for turn, role in zip(turns, roles)]  # noqa: B905
+    return body_of("chat", *said, system=system, **({"tools": tools} if tools else {}), **more)
 
 
-def ex_prompt(body: ExJson, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
+def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
     """A body as the ledger takes it."""
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
@@ -6546,10 +6543,13 @@ EX_CALL = {
 }
 EX_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "the file's text"}
 EX_CARRIER = {"role": "user", "content": "Context for the message above: Ann, 12:01"}
-EX_AB, EX_BA = [ex_tool("a"), ex_tool("b")], [ex_tool("b"), ex_tool("a")]
+EX_AB, EX_BA = (
+    [tool_of("chat", "a"), tool_of("chat", "b")],
+    [tool_of("chat", "b"), tool_of("chat", "a")],
+)
 
 
-def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
+def ex_system(before: str, after: str, *turns: str) -> list[Json]:
     """Two requests of a conversation (or a second one, with its own turns) under system prompts
     that differ."""
     return [
@@ -6558,7 +6558,7 @@ def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
     ]
 
 
-def ex_respelled(arguments: str) -> ExJson:
+def ex_respelled(arguments: str) -> Json:
     """EX_CALL with its arguments spelled anew."""
     return {
         **EX_CALL,
@@ -6568,7 +6568,7 @@ def ex_respelled(arguments: str) -> ExJson:
     }
 
 
-def ex_tools(before: list[ExJson], after: list[ExJson], *turns: str) -> list[ExJson]:
+def ex_tools(before: list[Json], after: list[Json], *turns: str) -> list[Json]:
     return [ex_chat(EX_HI, tools=before), ex_chat(*(turns or (EX_HI, "ok", EX_MORE)), tools=after)]
 
 
@@ -6576,7 +6576,7 @@ EX_NEXT = ex_chat(EX_HI, "ok", EX_MORE)
 EX_OTHER = ex_chat("Other words.", system="Be brief. " * 99)
 EX_OK = {"role": "assistant", "content": "ok"}
 EX_RULES = "\n".join(f"rule {number}: be good" for number in range(50))
-EX_ABC = [ex_tool("a"), ex_tool("b"), ex_tool("c")]
+EX_ABC = [tool_of("chat", "a"), tool_of("chat", "b"), tool_of("chat", "c")]
 
 EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     # name: (steps, what the last verdict says: name, where, kind)
@@ -6798,7 +6798,12 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "rewritten: a tool more": (
         [
             ex_chat(EX_HI, tools=EX_AB),
-            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a"), ex_tool("c"), ex_tool("b")]),
+            ex_chat(
+                EX_HI,
+                "ok",
+                EX_MORE,
+                tools=[tool_of("chat", "a"), tool_of("chat", "c"), tool_of("chat", "b")],
+            ),
         ],
         "rewritten tools tools changed",
     ),
@@ -6814,8 +6819,13 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "rewritten: a tool less": (ex_tools(EX_AB, EX_AB[:1]), "rewritten tools tools changed"),
     "rewritten: a tool's text": (
         [
-            ex_chat(EX_HI, tools=[ex_tool("a", "Today is 2026-11-29. " + EX_LONG)]),
-            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a", "Today is 2026-11-30. " + EX_LONG)]),
+            ex_chat(EX_HI, tools=[tool_of("chat", "a", "Today is 2026-11-29. " + EX_LONG)]),
+            ex_chat(
+                EX_HI,
+                "ok",
+                EX_MORE,
+                tools=[tool_of("chat", "a", "Today is 2026-11-30. " + EX_LONG)],
+            ),
         ],
         "rewritten tool a clock",
     ),
@@ -6824,7 +6834,10 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "new branch turn 1 (user) text",
     ),
     "new branch: other tools": (
-        [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
+        [
+            ex_chat(EX_HI, tools=EX_AB),
+            ex_chat("Other words.", tools=[tool_of("chat", "x"), tool_of("chat", "y")]),
+        ],
         "new branch tools tools changed",
     ),
     "new branch: the last message edited": (
@@ -6955,8 +6968,8 @@ def test_explain_verdict_shows_what_changed() -> None:
     )[-1].line()
     assert "\x1b" not in wild and "\n" not in wild
     tool = (
-        [ex_tool("a\nb\x1b", "Now 12:01 " + EX_LONG)],
-        [ex_tool("a\nb\x1b", "Now 12:02 " + EX_LONG)],
+        [tool_of("chat", "a\nb\x1b", "Now 12:01 " + EX_LONG)],
+        [tool_of("chat", "a\nb\x1b", "Now 12:02 " + EX_LONG)],
     )
     line = ex_play([ex_chat(EX_HI, tools=tool[0]), ex_chat(EX_HI, "ok", "x", tools=tool[1])])[
         -1
@@ -6978,7 +6991,7 @@ def test_explain_share_is_the_common_part() -> None:
 def test_explain_image_counts_as_little() -> None:
     """A picture is a megabyte of text and a few hundred tokens; its change is seen all the same."""
 
-    def body(picture: str, *more: Any) -> ExJson:
+    def body(picture: str, *more: Any) -> Json:
         part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + picture}}
         return ex_chat(
             EX_HI, "ok", {"role": "user", "content": [{"type": "text", "text": EX_HI}, part]}, *more
@@ -6997,7 +7010,7 @@ def test_explain_image_counts_as_little() -> None:
 def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
     """Codex's apply_patch: its words stand in `input`, no JSON."""
 
-    def body(patch: str) -> ExJson:
+    def body(patch: str) -> Json:
         call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch}
         result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
         user = {"type": "message", "role": "user", "content": EX_HI}
@@ -7032,7 +7045,7 @@ EX_CALLS = [
 EX_PAIR = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"bin {n} " * 20} for n in (1, 2)]
 
 
-def ex_thought(text: str, **more: Any) -> ExJson:
+def ex_thought(text: str, **more: Any) -> Json:
     return {"role": "assistant", "content": text, **more}
 
 
@@ -7263,7 +7276,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
                 EX_SAID,
                 "Write down what was learned.",
                 system="You keep lessons. " * 60,
-                tools=[ex_tool("learn")],
+                tools=[tool_of("chat", "learn")],
             ),
         ],
         "cold system text",
@@ -7419,7 +7432,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
     assert "--cache-ram" in told(1, 8000, 9000, slots=4)
 
 
-EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
+EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
     "tags": (ex_chat("### Task:\nGenerate 1-3 broad tags for the chat."), {}, "tags"),
     "queries": (
         ex_chat("### Task:\nDecide on the necessity of generating search queries for it."),
@@ -7690,7 +7703,7 @@ def ex_scripted(*numbers: Any) -> Script:
     return script
 
 
-def ex_llama(render: Callable[[ExJson], str], slots: int = 4) -> Script:
+def ex_llama(render: Callable[[Json], str], slots: int = 4) -> Script:
     """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
     its slots, renders and counts as llama-server does."""
     held: list[str] = []
@@ -7713,7 +7726,7 @@ def ex_llama(render: Callable[[ExJson], str], slots: int = 4) -> Script:
     return script
 
 
-def ex_template(body: ExJson, thinking: bool = True) -> str:
+def ex_template(body: Json, thinking: bool = True) -> str:
     """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
     only, as Qwen3.5's does."""
     told, messages = "", body["messages"]
@@ -7727,7 +7740,7 @@ def ex_template(body: ExJson, thinking: bool = True) -> str:
     return told + "<assistant> "
 
 
-def ex_loop(steps: int, *more: Any) -> ExJson:
+def ex_loop(steps: int, *more: Any) -> Json:
     """A chat in which `steps` calls were made; what a person says next may follow."""
     turns: list[Any] = [EX_HI]
     for step in range(steps):
@@ -7735,7 +7748,7 @@ def ex_loop(steps: int, *more: Any) -> ExJson:
     return ex_chat(*turns, *more)
 
 
-def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[ExJson]:
+def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[Json]:
     """The requests of a conversation that only grows."""
     said: list[str] = []
     bodies = []
@@ -7762,21 +7775,17 @@ EX_CHAT_PATH = "/v1/chat/completions"
 # --- log ------------------------------------------------------------------------------------------
 
 
-def ex_openclaw(ident: str, minute: int, text: str) -> ExJson:
+def ex_openclaw(ident: str, minute: int, text: str) -> Json:
     """A user item as OpenClaw sends it."""
-    block = json.dumps({"message_id": ident, "sender": "user-1"})
-    return {
-        "role": "user",
-        "content": f"Conversation info (untrusted metadata):\n```json\n{block}\n```\n\n"
-        + f"[Wed 2026-02-18 20:{minute} UTC] {text}",
-    }
+    front = claw_block(INFO, {"message_id": ident, "sender": "user-1"})
+    return {"role": "user", "content": f"{front}[Wed 2026-02-18 20:{minute} UTC] {text}"}
 
 
 def test_explain_log_line(rig: Any) -> None:
     """The original project's line, then what was reused, how long it took, and the verdict."""
     one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info", **SCRUB_ALL)
 
-    def body(ident: str, *more: Any) -> ExJson:
+    def body(ident: str, *more: Any) -> Json:
         meta = json.dumps(
             {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
         )
@@ -7979,7 +7988,7 @@ def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
     """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
     does."""
 
-    def body(turn: int, ident: str) -> ExJson:
+    def body(turn: int, ident: str) -> Json:
         meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident}
         system = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
         return ex_talk(turn + 1, system + EX_LONG * 20)[-1]
@@ -8762,7 +8771,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
 
 def test_explain_where_a_prompt_goes(rig: Any) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
-    tools = [ex_tool(f"t{n}", "x" * 50 * n) for n in range(7)]
+    tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
     one = rig(ex_scripted((0, 900, 1.0)))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("one two three", system="be good", tools=tools)])
     found = one.get("/kvproxy/requests/1").json()["where it goes"]
@@ -8796,7 +8805,7 @@ def test_explain_side_request_by_header(rig: Any) -> None:
 # --- capture --------------------------------------------------------------------------------------
 
 
-def ex_rows(path: Path) -> list[ExJson]:
+def ex_rows(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text("ascii").splitlines()]
 
 
@@ -9360,7 +9369,7 @@ def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def ex_rows_of(text: bytes | str) -> tuple[list[ExJson], list[ExJson]]:
+def ex_rows_of(text: bytes | str) -> tuple[list[Json], list[Json]]:
     """(requests, findings) of `inspect --json`."""
     code, out, err = ex_inspect(text, "--json")
     assert (code, err) == (0, "")
@@ -9443,7 +9452,7 @@ def test_explain_inspect_orders_findings_by_waste() -> None:
 
 
 def test_explain_inspect_says_what_kvproxy_cures() -> None:
-    def body(n: int) -> ExJson:
+    def body(n: int) -> Json:
         meta = json.dumps(
             {
                 "schema": "openclaw.inbound_meta.v1",
@@ -9463,8 +9472,8 @@ def test_explain_inspect_says_what_kvproxy_cures() -> None:
 def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
     """What was found out about a prompt as captured does not count for the prompt as kvproxy sends
     it."""
-    bodies: list[ExJson] = []
-    turns: list[ExJson] = []
+    bodies: list[Json] = []
+    turns: list[Json] = []
     for day in range(5):
         system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG * 2}"
         turns = [*turns, {"role": "user", "content": f"question {day}"}]
@@ -9540,7 +9549,7 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
         ("/completion", {"prompt": [1, 2, 3]}),
     ],
 )
-def test_explain_inspect_dialects(path: str, body: ExJson) -> None:
+def test_explain_inspect_dialects(path: str, body: Json) -> None:
     rows, findings = ex_rows_of(ex_captured(body, body, path=path))
     assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
 
@@ -13140,75 +13149,32 @@ def test_bench_tells_of_a_run_that_breaks_off(
 
 # --- warm-up --------------------------------------------------------------------------------------
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "message_id": {"type": "string"}},
-}
 SECRET_WORDS = "what the person typed"
 
 
-def tool_in(dialect: str, name: str = "read", flip: bool = False) -> dict[str, Any]:
-    """A tool in a dialect's form; `flip` writes its keys in another order."""
-    schema = dict(reversed(list(PARAMETERS.items()))) if flip else PARAMETERS
-    if dialect == "messages":
-        tool: dict[str, Any] = {
-            "name": name,
-            "description": "Reads a file.",
-            "input_schema": schema,
-        }
-    elif dialect == "responses":
-        tool = {
-            "type": "function",
-            "name": name,
-            "description": "Reads a file.",
-            "parameters": schema,
-        }
-    else:
-        function = {"name": name, "description": "Reads a file.", "parameters": schema}
-        return {
-            "type": "function",
-            "function": dict(reversed(list(function.items()))) if flip else function,
-        }
-    return dict(reversed(list(tool.items()))) if flip else tool
-
-
-PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
 
 
-def opening(dialect: str, said: str, system: str = WARM_SYSTEM, **more: Any) -> dict[str, Any]:
+def opening(
+    dialect: str,
+    said: str,
+    system: str = WARM_SYSTEM,
+    date: str = "2026-03-01",
+    flip: bool = False,
+    **more: Any,
+) -> Json:
     """The first request of a conversation. What varies stands in the system prompt as a client
-    writes it."""
-    date = more.pop("date", "2026-03-01")
+    writes it; `flip`: keys stand in another order."""
     text = f"{system}\nToday's date is {date}.\n"
-    tools = [tool_in(dialect, name, more.get("flip", False)) for name in ("read", "write")]
-    more.pop("flip", None)
-    body: dict[str, Any] = {"model": "local", "tools": tools, "temperature": 0.5, **more}
+    more = {"tools": [tool_of(dialect, name, turned=flip) for name in ("read", "write")], **more}
+    if dialect == "responses":
+        rules = ("developer", "Rules of the house.")
+        return body_of(dialect, rules, ("user", [said]), system=text, **more)
     if dialect == "chat":
-        body["messages"] = [{"role": "system", "content": text}, {"role": "user", "content": said}]
-    elif dialect == "responses":
-        body |= {
-            "instructions": text,
-            "input": [{"role": "user", "content": [{"type": "input_text", "text": said}]}],
-        }
-        body["input"].insert(
-            0, {"type": "message", "role": "developer", "content": "Rules of the house."}
-        )
-    else:
-        header = {
-            "type": "text",
-            "text": f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;",
-        }
-        body["system"] = [
-            header,
-            {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
-        ]
-        body["max_tokens"] = 100
-        body["messages"] = [
-            {"role": "user", "content": said},
-            {"role": "system", "content": "# Skills\nNone."},
-        ]
-    return body
+        return body_of(dialect, ("user", said), system=text, **more)
+    header = f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"
+    skills = ("system", "# Skills\nNone.")
+    return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
 
 
 def front_of(body: dict[str, Any], user: str) -> str:
@@ -13289,7 +13255,12 @@ def test_warmup_file_holds_heads_without_user_text(
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text("ascii")
-    assert "careful agent" in text and '"read"' in text and '"write"' in text and '"local"' in text
+    assert (
+        "careful agent" in text
+        and '"read"' in text
+        and '"write"' in text
+        and '"model": "m"' in text
+    )
     for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
         assert unwanted not in text
     (head,) = json.loads(text).values()
@@ -14026,49 +13997,26 @@ def talk(
     said: str = "please look at the build",
     system: str = STORY,
     form: Any = str,
-) -> dict[str, Any]:
+) -> Json:
     """A conversation's request number `turns`; `form` makes the content of a user turn from (its
     number, text)."""
-    items: list[dict[str, Any]] = []
+    history: list[Turn] = []
     for turn in range(1, turns + 1):
         text = said if turn == 1 else f"and then, {turn}"
-        items.append({"role": "user", "content": text if form is str else form(turns - turn, text)})
-        if turn < turns:
-            items.append(
-                {"role": "assistant", "content": f"Done, {turn}. " + "It is as it was. " * 40}
-            )
-    if dialect == "chat":
-        return {"model": "m", "messages": [{"role": "system", "content": system}, *items]}
-    if dialect == "responses":
-        for part in (
-            part for item in items if isinstance(item["content"], list) for part in item["content"]
-        ):
-            part["type"] = "input_text"
-        return {"model": "m", "instructions": system, "input": items}
-    return {
-        "model": "m",
-        "max_tokens": 5,
-        "system": [{"type": "text", "text": system}],
-        "messages": items,
-    }
+        history.append(("user", text if form is str else form(turns - turn, text)))
+        history.append(("assistant", f"Done, {turn}. " + "It is as it was. " * 40))
+    return body_of(dialect, *history[:-1], system=system)
 
 
 def openclaw_form(age: int, text: str) -> str:
     """Ids and a stamp on the newest message only."""
-    if age:
-        return text
-    info = json.dumps({"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"})
-    return f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n[Wed 2026-02-18 20:48 UTC] {text}"
+    front = claw_block(INFO, {"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"}) + STAMP
+    return text if age else front + text
 
 
-def parts_form(age: int, text: str) -> list[dict[str, str]]:
+def parts_form(age: int, text: str) -> list[str]:
     """A reminder in a part of its own, on the newest message only."""
-    words = {"type": "text", "text": text}
-    return (
-        [words]
-        if age
-        else [{"type": "text", "text": f"<system-reminder>\nage {age}\n</system-reminder>"}, words]
-    )
+    return [text] if age else [reminder(f"age {age}"), text]
 
 
 def custom_form(age: int, text: str) -> str:
@@ -14673,7 +14621,7 @@ class Sdk:
         if answered:
             turns += self.tool_round()
         if tools or answered:
-            arguments["tools"] = [tool_in(self.dialect)]
+            arguments["tools"] = [tool_of(self.dialect)]
         with self.client(url) as client:
             if self.dialect == "messages":
                 arguments |= {"max_tokens": 50, "messages": turns, "system": "Be brief."}
@@ -14967,7 +14915,7 @@ def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
 
 
 def real_tools(dialect: str) -> list[dict[str, Any]]:
-    tools = [tool_in(dialect, name) for name in ("read", "write", "run")]
+    tools = [tool_of(dialect, name) for name in ("read", "write", "run")]
     for number, tool in enumerate(tools):
         tool.get("function", tool)["description"] = kvproxy.filler(40, number)
     return tools
