@@ -742,13 +742,13 @@ def rig() -> Iterator[Callable[..., Rig]]:
 # Configuration: every setting, its check, the command line, where the backend is looked for
 # ==================================================================================================
 
-SCRUB_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
+CONFIG_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
 
 
-def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
+def config_bad_values() -> Iterator[tuple[str, str, str]]:
     """(variable, value, part of the message): at least one bad value for every setting that has
     any."""
-    for name, field in SCRUB_FIELDS.items():
+    for name, field in CONFIG_FIELDS.items():
         check, variable = field.metadata, name.upper()
         if isinstance(field.default, bool):
             yield from (
@@ -791,8 +791,8 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     yield "LISTEN_PORT", "9" * 5000, "must be"
 
 
-def test_scrub_bad_setting_is_named() -> None:
-    for name, value, allowed in scrub_bad_values():
+def test_config_bad_setting_is_named() -> None:
+    for name, value, allowed in config_bad_values():
         told = ""
         try:
             Config.from_env({name: value, "PATH": "/bin"})
@@ -823,7 +823,7 @@ def test_scrub_bad_setting_is_named() -> None:
         ({"listen_port": "1", "listen_PORT": "2", "XLISTEN_PORT": "3", "LISTEN_PORT_2": "x"}, {}),
     ],
 )  # fmt: skip
-def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -> None:
+def test_config_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -> None:
     assert Config.from_env(environ) == Config(**wanted)
 
 
@@ -832,7 +832,7 @@ def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) ->
     [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
      {"listen_port": "80"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
 )  # fmt: skip
-def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
+def test_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
     with pytest.raises(kvproxy.ConfigError) as caught:
         Config(**wrong)
     assert str(caught.value).startswith(next(iter(wrong)).upper() + "=")
@@ -858,7 +858,7 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
         ("192.168.1.5", "http://127.0.0.1:1234", False),
     ],
 )
-def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
+def test_config_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
     """LM Studio's port is ours, too: with it closed, each request would come back to us without
     end."""
     told = ""
@@ -874,14 +874,14 @@ def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None
 @pytest.mark.parametrize(
     ("port", "url"), [("80", "http://localhost"), ("443", "https://127.0.0.1/v1")]
 )
-def test_scrub_own_address_with_the_port_left_out(port: str, url: str) -> None:
+def test_config_own_address_with_the_port_left_out(port: str, url: str) -> None:
     with pytest.raises(kvproxy.ConfigError, match="own address"):
         Config.from_env({"LISTEN_PORT": port, "BACKEND_URL": url})
 
 
-def test_scrub_table_tells_every_setting() -> None:
+def test_config_table_tells_every_setting() -> None:
     rows = Config.table()
-    assert [name for name, _, _ in rows] == [name.upper() for name in SCRUB_FIELDS]
+    assert [name for name, _, _ in rows] == [name.upper() for name in CONFIG_FIELDS]
     assert all(text and "\n" not in text for _, _, text in rows)
     assert Config.from_env({name: default for name, default, _ in rows}) == Config()
     shown = {name: default for name, default, _ in rows}
@@ -898,7 +898,7 @@ def test_scrub_table_tells_every_setting() -> None:
     )
 
 
-def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
+def test_config_help_and_version(capsys: Any, monkeypatch: Any) -> None:
     """Both work even with a setting that is wrong: that is when help is needed."""
     monkeypatch.setenv("LISTEN_PORT", "wrong")
     with pytest.raises(SystemExit) as left:
@@ -917,7 +917,7 @@ def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
-def test_scrub_bad_value_stops_every_command(
+def test_config_bad_value_stops_every_command(
     command: list[str], capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("STRIP_REGEX_2", "(")
@@ -926,7 +926,7 @@ def test_scrub_bad_value_stops_every_command(
     assert shown.out == "" and shown.err.count("\n") == 1 and "STRIP_REGEX_2='('" in shown.err
 
 
-def test_scrub_bad_value_as_a_user_sees_it() -> None:
+def test_config_bad_value_as_a_user_sees_it() -> None:
     command = [sys.executable, str(SOURCE), "LISTEN_PORT=65536"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -1097,7 +1097,7 @@ def test_config_taken_port_tells_by_whom(
         assert f"{owner} has it." in told and line in told
 
 
-def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
+def test_config_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
     monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
@@ -1116,7 +1116,7 @@ def test_scrub_log_file_that_cannot_be_written(
     assert shown.count("\n") == 1 and "LOG_FILE" in shown and str(tmp_path) in shown
 
 
-def scrub_props(link: Link, seen: Seen) -> None:
+def server_props(link: Link, seen: Seen) -> None:
     if seen.target == "/props":
         settings = {"n_ctx": 4096}
         return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
@@ -1124,8 +1124,8 @@ def scrub_props(link: Link, seen: Seen) -> None:
     usage_answer(link, seen)
 
 
-def test_scrub_start_lines_name_address_and_backend() -> None:
-    server = FakeServer(scrub_props)
+def test_server_start_lines_name_address_and_backend() -> None:
+    server = FakeServer(server_props)
     try:
         with served("backend", BACKEND_URL=server.url) as lines:
             assert len(lines) == 2, lines
@@ -1147,10 +1147,10 @@ def test_scrub_start_lines_name_address_and_backend() -> None:
         server.close()
 
 
-def test_scrub_start_lines_when_no_backend_answers() -> None:
+def test_server_start_lines_when_no_backend_answers() -> None:
     """And a variable that is misspelt."""
     with (
-        scrub_closed_port() as url,
+        closed_port() as url,
         served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines,
     ):
         assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
@@ -1160,14 +1160,14 @@ def test_scrub_start_lines_when_no_backend_answers() -> None:
 
 
 @contextlib.contextmanager
-def scrub_closed_port() -> Iterator[str]:
+def closed_port() -> Iterator[str]:
     """The URL of a port that refuses connections and that nobody else gets."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
-SCRUB_HI = {"messages": [{"role": "user", "content": "hi"}]}
+HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize(
@@ -1175,7 +1175,7 @@ SCRUB_HI = {"messages": [{"role": "user", "content": "hi"}]}
     [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
      (503, {"error": {"message": "Loading model"}})],
 )  # fmt: skip
-def test_scrub_finds_the_first_model_server(
+def test_server_finds_the_first_model_server(
     status: int, answer: Any, rig: Any, monkeypatch: Any
 ) -> None:
     """Past a closed port and servers that are no model servers; one that loads or wants a key is
@@ -1189,12 +1189,12 @@ def test_scrub_finds_the_first_model_server(
         FakeServer(lambda link, seen: link.reply({"hello": 1})),
         FakeServer(lambda link, seen: link.reply([])),
     ]
-    with scrub_closed_port() as closed:
+    with closed_port() as closed:
         proxied = rig(script, backend_url="")
         last = FakeServer()
         urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
         monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
-        assert proxied.post("/v1/chat/completions", SCRUB_HI).status == 200
+        assert proxied.post("/v1/chat/completions", HI).status == 200
         assert proxied.server.seen[-1].target == "/v1/chat/completions"
         assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
             others
@@ -1204,7 +1204,7 @@ def test_scrub_finds_the_first_model_server(
         other.close()
 
 
-def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(
+def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
     rig: Any, monkeypatch: Any
 ) -> None:
     ready = threading.Event()
@@ -1215,9 +1215,9 @@ def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(
         )
 
     first, proxied = FakeServer(script), rig(backend_url="")
-    with scrub_closed_port() as closed:
+    with closed_port() as closed:
         monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
-        answer = proxied.post("/v1/chat/completions", SCRUB_HI)
+        answer = proxied.post("/v1/chat/completions", HI)
         assert answer.status == 502
         assert (
             first.url in answer.json()["error"]["message"]
@@ -1225,20 +1225,20 @@ def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(
         )
         ready.set()
         wait_for(
-            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
             "the backend to be found",
         )
         assert first.seen[-1].target == "/v1/chat/completions"
         monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
         first.close()
         wait_for(
-            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
             "the other backend to be found",
         )
         assert proxied.server.seen[-1].target == "/v1/chat/completions"
 
 
-def test_scrub_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
+def test_server_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
     server = FakeServer()
     monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
     with pytest.raises(OSError):
@@ -1247,7 +1247,7 @@ def test_scrub_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
     server.close()
 
 
-def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> None:
+def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> None:
     """A candidate that hangs must not cost every waiting request its own look."""
     looks: list[str] = []
     monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
@@ -1278,16 +1278,16 @@ def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> No
         ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
     ],
 )
-def test_scrub_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
+def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
     url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
     assert kvproxy.under(url, target.encode()) == wanted.encode()
 
 
-def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
+def test_server_path_prefix_over_the_wire(rig: Any) -> None:
     server = FakeServer()
     proxied = rig(backend_url=server.url + "/llm/v1/")
     assert proxied.get("/v1/models?q=1").status == 200
-    assert proxied.post("/chat/completions", SCRUB_HI).status == 200
+    assert proxied.post("/chat/completions", HI).status == 200
     assert [seen.target for seen in server.seen] == [
         "/llm/v1/models?q=1",
         "/llm/v1/chat/completions",
@@ -2312,7 +2312,7 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_scrub_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
+def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
     """More than any agent sends: the very bytes are forwarded, and the log says why."""
     raw = json.dumps(body, indent=1).encode()
     seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
@@ -2438,7 +2438,7 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
 
 
 @pytest.mark.parametrize("name", ROLES_FORMS)
-def test_roles_forms(name: str) -> None:
+def test_scrub_roles_forms(name: str) -> None:
     dialect, before, after, moved = ROLES_FORMS[name]
     body = {"messages": before} if isinstance(before, list) else before
     wanted = body if after is None else {"messages": after} if isinstance(after, list) else after
@@ -2450,7 +2450,7 @@ def test_roles_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
+def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
     raw = json.dumps(
         body_of(
             dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")
@@ -2470,7 +2470,7 @@ def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("leading", [True, False])
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_roles_are_append_only(dialect: str, leading: bool) -> None:
+def test_scrub_roles_are_append_only(dialect: str, leading: bool) -> None:
     """A conversation grows turn by turn, with system messages in every place; each request begins
     with the last one."""
     story = [("system", "S")] if leading else []
@@ -2516,11 +2516,11 @@ def test_roles_are_append_only(dialect: str, leading: bool) -> None:
         ({"prompt": "x"}, "completions"),
     ],
 )
-def test_scrub_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
+def test_dialects_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
     assert kvproxy.guess_dialect(body).name == wanted
 
 
-def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
+def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
     body = {
         "max_tokens": 5,
         "messages": items_of(
@@ -2551,14 +2551,14 @@ def test_scrub_is_pure() -> None:
         kvproxy.scrub(body, Config(), "smoke signals")
 
 
-SCRUB_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
+DIALECTS_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
     '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
     '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
     '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
     '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
     '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
 )  # fmt: skip
-SCRUB_ODD = (  # the same inside messages; other messages are still edited
+DIALECTS_ODD = (  # the same inside messages; other messages are still edited
     {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
     {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
     {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
@@ -2573,8 +2573,8 @@ SCRUB_ODD = (  # the same inside messages; other messages are still edited
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SCRUB_SHAPES)
-def test_scrub_unknown_shapes_are_left_alone(shape: str) -> None:
+@pytest.mark.parametrize("shape", DIALECTS_SHAPES)
+def test_dialects_unknown_shapes_are_left_alone(shape: str) -> None:
     body = json.loads(shape % STAMP)
     for dialect in (None, *PATHS, "completions"):
         if dialect != "chat" or "system" not in body:  # a key that chat does not know
@@ -2588,9 +2588,11 @@ def test_scrub_of_what_is_no_object(body: Any) -> None:
     assert result == body and report.note
 
 
-@pytest.mark.parametrize("item", SCRUB_ODD, ids=[json.dumps(item) for item in SCRUB_ODD])
+@pytest.mark.parametrize("item", DIALECTS_ODD, ids=[json.dumps(item) for item in DIALECTS_ODD])
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_odd_messages_stay_and_others_are_edited(dialect: str, item: dict[str, Any]) -> None:
+def test_dialects_odd_messages_stay_and_others_are_edited(
+    dialect: str, item: dict[str, Any]
+) -> None:
     key = "input" if dialect == "responses" else "messages"
     before, after = (
         [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
@@ -2686,7 +2688,7 @@ HELLO = json.dumps(MARK + "hello")
 SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
 
 
-def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
+def dialects_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
     """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
     user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
     yield "empty", b"", "not JSON"
@@ -2732,15 +2734,19 @@ def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
         )
         yield f"deep bare {opener}", deep.encode(), "nested too deeply"
         yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
-    for shape in SCRUB_SHAPES[:5]:
+    for shape in DIALECTS_SHAPES[:5]:
         yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
 
 
-SCRUB_BAD = list(scrub_bad_bodies())
+DIALECTS_BAD = list(dialects_bad_bodies())
 
 
-@pytest.mark.parametrize(("name", "raw", "note"), SCRUB_BAD, ids=[name for name, _, _ in SCRUB_BAD])
-def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, note: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "raw", "note"), DIALECTS_BAD, ids=[name for name, _, _ in DIALECTS_BAD]
+)
+def test_dialects_bad_bodies_are_forwarded(
+    scrub_wire: Rig, name: str, raw: bytes, note: str
+) -> None:
     for path in (
         ("/v1/chat/completions", "/v1/messages/count_tokens")
         if len(raw) < 10_000
@@ -2756,7 +2762,7 @@ def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("depth", [500, 990, 2000, 9000])
 @pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
-def test_scrub_nested_bodies(
+def test_dialects_nested_bodies(
     scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
 ) -> None:
     """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
@@ -2779,7 +2785,7 @@ def test_scrub_nested_bodies(
 
 
 @pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
-def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
+def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
     """Where parsing just succeeds, what comes after it may go one level too deep (where the parser
     counts levels as Python does: up to 3.11)."""
     proxy = Proxy(Config(log_level="error", **MARKED_OFF))
@@ -2810,7 +2816,7 @@ def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> N
         assert exchange.report.note
 
 
-def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
+def test_dialects_large_bad_body(scrub_wire: Rig) -> None:
     """A large body that turns out to be bad at its end."""
     story = "".join(
         f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
@@ -2844,7 +2850,7 @@ def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
         '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
     ],
 )  # fmt: skip
-def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
+def test_dialects_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
     raw = text.encode()
     for path in ("/v1/chat/completions", "/v1/messages"):
         assert scrub_ask(scrub_wire, path, raw)[0].body == raw
@@ -2852,7 +2858,7 @@ def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> N
     assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
 
 
-def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
+def test_dialects_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
     """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
     beside them."""
     rest = (
@@ -3043,7 +3049,9 @@ def rp_told(prompt: list[str], label: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_roles_a_message_of_one_turn_never_changes_the_front(client: RpClient, place: int) -> None:
+def test_scrub_roles_a_message_of_one_turn_never_changes_the_front(
+    client: RpClient, place: int
+) -> None:
     turns: list[Turn] = [("user", "one")]
     note: Turn = ("system", "For this turn: answer in one word.")
     first = client.send([*turns[:place], note, *turns[place:]])
@@ -3053,7 +3061,7 @@ def test_roles_a_message_of_one_turn_never_changes_the_front(client: RpClient, p
     assert second[0] == first[0] and second[-1] == "user\ntwo"
 
 
-def test_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> None:
+def test_scrub_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> None:
     for text in ("x" * 2000, "# Environment\nlinux"):
         prompt = client.send([("system", text), ("user", text[:3])])
         assert prompt == [f"system\n{RP_SYSTEM}\n\n{text}", f"user\n{text[:3]}"]
@@ -3061,7 +3069,9 @@ def test_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> N
     assert prompt[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpClient) -> None:
+def test_scrub_roles_long_message_that_was_seen_to_stay_moves_to_the_front(
+    client: RpClient,
+) -> None:
     """But not in a conversation that began before that was seen, nor for another client."""
     rules, short = "Rules. " * 300, "Be brief."
 
@@ -3083,7 +3093,7 @@ def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpC
     assert other.send(talk("zwei", rules))[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -> None:
+def test_scrub_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -> None:
     one = RpClient(rig(replay=False))
     turns: list[Turn] = [("user", "one"), ("system", "Rules. " * 300)]
     for history in (
@@ -3094,7 +3104,7 @@ def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -
         assert one.send(history)[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
+def test_scrub_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
     turns: list[Turn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     client.send(turns[:1], ["c1"])
     before = client.send(turns)
@@ -3109,7 +3119,7 @@ def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) 
 @pytest.mark.parametrize("more", [
     {"previous_response_id": "r1"}, {"conversation": "c1"}, {"input": [{"type": "item_reference", "id": "x"}]},
 ])  # fmt: skip
-def test_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
+def test_scrub_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
     rp_rig: Rig, more: dict[str, Any]
 ) -> None:
     """The server holds the rest of that prompt."""
@@ -4502,7 +4512,7 @@ def rp_sent_tools(client: RpClient, tools: Any, first: str = "one", *more: Turn)
     return client.post(client.body([("user", first), *more], tools=tools))["tools"]
 
 
-def test_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
+def test_replay_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
     tools = [tool_of("responses", "read"), tool_of("responses", "edit", turned=True)]
     assert json.dumps(rp_sent_tools(client, tools)) == json.dumps(tools)
     other = [tool_of("responses", "read", turned=True), tool_of("responses", "edit")]
@@ -4518,7 +4528,7 @@ def test_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
         listed[0]["parameters"]["required"].reverse()
 
 
-def test_tools_of_one_client_are_no_others(client: RpClient) -> None:
+def test_replay_tools_of_one_client_are_no_others(client: RpClient) -> None:
     """Neither their forms nor their order."""
     tools = [tool_of("responses", "b"), tool_of("responses", "a")]
     rp_sent_tools(client, tools)
@@ -4529,7 +4539,7 @@ def test_tools_of_one_client_are_no_others(client: RpClient) -> None:
     assert json.dumps(rp_sent_tools(client, turned)) == json.dumps(tools)
 
 
-def test_tools_keep_the_order_seen_first(chat: RpClient) -> None:
+def test_replay_tools_keep_the_order_seen_first(chat: RpClient) -> None:
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     for order in ([c, a, b], [a, b, c], [b, c, a]):
         assert rp_sent_tools(chat, order, f"question {order[0]['name']}") == [c, a, b]
@@ -4537,7 +4547,7 @@ def test_tools_keep_the_order_seen_first(chat: RpClient) -> None:
     assert rp_sent_tools(chat, [b, a, d], "third") == [b, a, d]
 
 
-def test_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
+def test_replay_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
     """In a conversation that goes on; each has its own."""
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     told: list[Turn] = [("assistant", "ok"), ("user", "two")]
@@ -4551,7 +4561,7 @@ def test_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
     assert rp_sent_tools(chat, [b, d, a], "a new one") == [b, d, a]
 
 
-def test_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
+def test_replay_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
     pair = [tool_of("responses", "a"), tool_of("responses", "a", turned=True)]
     for tools in (None, [], {}, "x", [1, 2], pair, [{"type": "web_search"}]):
         assert json.dumps(rp_sent_tools(chat, tools)) == json.dumps(tools)
@@ -4575,7 +4585,7 @@ def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
             assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
 
 
-def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
+def test_replay_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
     """Where json itself goes further, the body is forwarded as it came or as it was meant."""
     for depth in (500, 5000):
         deep = "[" * depth + "]" * depth
@@ -4587,7 +4597,7 @@ def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
         assert chat.rig.server.seen[count].body == raw.encode()
 
 
-def test_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
+def test_replay_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
     client = RpClient(rp_rig, "messages")
     a, b = tool_of("responses", "a"), tool_of("responses", "b")
     marked = b | {"cache_control": {"type": "ephemeral"}}
@@ -4595,7 +4605,7 @@ def test_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
     assert rp_sent_tools(client, [a, b]) == [a, b] and not client.report().tools_restored
 
 
-def test_tools_clean_bytes_are_forwarded_as_they_came(chat: RpClient) -> None:
+def test_replay_tools_clean_bytes_are_forwarded_as_they_came(chat: RpClient) -> None:
     """The second time their bytes are known; nested or quoted "tools" are not taken for them."""
     body = chat.body(
         [("user", 'say "tools":[]')], tools=[tool_of("responses", "b"), tool_of("responses", "a")]
@@ -4747,7 +4757,7 @@ def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
     assert step("busy")
 
 
-def test_tools_in_use_outlive_what_is_not() -> None:
+def test_replay_tools_in_use_outlive_what_is_not() -> None:
     """Bounded, the least recently used go first."""
     desk = RpDesk(replay_mb=1)
     tools = [tool_of("responses", name) for name in ("read", "write", "run")]
@@ -4898,7 +4908,7 @@ def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
 
 
 @pytest.mark.parametrize("case", READER_BODIES)
-def test_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
+def test_dialects_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
     """Also of damaged bodies, with or without those that it knows."""
     dialect, text = READER_BODIES[case]
     reader, dice = kvproxy.Reader(None, 1 << 20), random.Random(case)
@@ -4922,7 +4932,7 @@ def test_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["chat", "role within", "responses", "late system", "same twice"])
-def test_reader_bodies_that_grow_and_change(case: str) -> None:
+def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
     """In their middle, too, as clients' do; in little memory."""
     dialect, text = READER_BODIES[case]
     key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
@@ -4942,7 +4952,7 @@ def test_reader_bodies_that_grow_and_change(case: str) -> None:
         assert 0 < reader.size <= reader.limit
 
 
-def test_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
+def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
     reader = kvproxy.Reader(None, 1 << 20)
     last = b'{"role":"user","content":"b"}]}'
     assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
@@ -4960,7 +4970,9 @@ def rp_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dialects_reader_many_openings_within_a_turn_cost_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parsed = rp_parsed(monkeypatch)
     front = ",".join(["[1]"] * 1000)
     for inner in (
@@ -4979,7 +4991,7 @@ def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.Monk
                 assert sum(map(len, parsed)) < 8 * len(turn)
 
 
-def test_reader_memory_is_bounded() -> None:
+def test_dialects_reader_memory_is_bounded() -> None:
     """A turn that is too large pushes out no others; many small ones are forgotten at once."""
     reader, row = kvproxy.Reader(None, 1 << 17), kvproxy.DIALECTS["chat/completions"]
 
@@ -4998,7 +5010,7 @@ def test_reader_memory_is_bounded() -> None:
 @pytest.mark.parametrize(
     "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
 )
-def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_dialects_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Whatever stands around it; and the turns that were known are the very same."""
     dialect, text = READER_BODIES[case]
     body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
@@ -5022,7 +5034,7 @@ def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) 
         before = turns
 
 
-def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
+def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
     replay = kvproxy.Replay(Config())
 
     def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
@@ -5958,7 +5970,7 @@ def tr_shrunk(
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "12"))))
-def test_replay_truth_of_random_worlds(seed: int) -> None:
+def test_truth_of_random_worlds(seed: int) -> None:
     """Whatever clients do, the server gets what this client means now, and nobody else's."""
     fault, _ = tr_run(seed, range(25))
     if fault:
@@ -5967,7 +5979,7 @@ def test_replay_truth_of_random_worlds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_replay_truth_costs_no_appends(seed: int) -> None:
+def test_truth_costs_no_appends(seed: int) -> None:
     """In a calm conversation each prompt begins with the one before it."""
     fault, world = tr_run(seed, range(12), calm=True)
     assert not fault, world.story()
@@ -7870,7 +7882,7 @@ def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
     assert len(one.log.lines) == lines
 
 
-def test_explain_log_file(tmp_path: Path) -> None:
+def test_files_log_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
     """It goes on where an earlier run ended, and stderr is quiet."""
     server, log = FakeServer(), tmp_path / "kvproxy.log"
     log.write_text("from before\n", encoding="utf-8")
@@ -7913,7 +7925,7 @@ def ex_done(
     return exchange
 
 
-def test_explain_warning_comes_once_and_again_after_recovery() -> None:
+def test_status_warning_comes_once_and_again_after_recovery() -> None:
     metrics = kvproxy.Metrics(Config(warn_reuse=0.5))
 
     def feed(count: int, cached: int | None, name: str, side: str = "") -> list[str]:
@@ -7945,12 +7957,12 @@ def test_explain_warning_comes_once_and_again_after_recovery() -> None:
 
 
 @pytest.mark.parametrize(("setting_", "warned"), [(0.0, 0), (0.05, 1), (1.0, 1)])
-def test_explain_warn_reuse_setting(setting_: float, warned: int) -> None:
+def test_status_warn_reuse_setting(setting_: float, warned: int) -> None:
     metrics = kvproxy.Metrics(Config(warn_reuse=setting_))
     assert sum(bool(metrics.count(ex_done(20, name="lost"))) for _ in range(60)) == warned
 
 
-def test_explain_warning_is_logged(rig: Any) -> None:
+def test_status_warning_is_logged(rig: Any) -> None:
     one = rig(ex_scripted((0, 1000, 1.0)), log_level="warning")
     bodies = [ex_chat("hi", system=f"Now {n} {EX_LONG}") for n in range(25)]
     ex_exchange(one, EX_CHAT_PATH, bodies)
@@ -7959,7 +7971,7 @@ def test_explain_warning_is_logged(rig: Any) -> None:
     )
 
 
-def test_explain_time_saved() -> None:
+def test_status_time_saved() -> None:
     """Tokens that would not have been reused without kvproxy, at the rate of all long reads;
     nothing measured, nothing claimed."""
     metrics = kvproxy.Metrics(Config())
@@ -7984,7 +7996,7 @@ def test_explain_time_saved() -> None:
     assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
 
 
-def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
+def test_status_time_saved_through_the_proxy(rig: Any) -> None:
     """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
     does."""
 
@@ -8000,7 +8012,7 @@ def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
         assert [found.verdict.name for found in one.finished(4)[1:]] == ["extended"] * 3
 
 
-def test_explain_bodies_kept_are_bounded() -> None:
+def test_status_bodies_kept_are_bounded() -> None:
     metrics = kvproxy.Metrics(Config(keep_requests=5))
     metrics.KEEP_BYTES = 1000  # type: ignore[misc]
     for size in (300, 300, 300, 600, 5, 5, 5, 2000):
@@ -8019,7 +8031,7 @@ def test_explain_bodies_kept_are_bounded() -> None:
 # --- pages ----------------------------------------------------------------------------------------
 
 
-def test_explain_page_before_any_request(rig: Any) -> None:
+def test_status_page_before_any_request(rig: Any) -> None:
     one = rig()
     answer = one.get("/kvproxy")
     assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
@@ -8030,7 +8042,7 @@ def test_explain_page_before_any_request(rig: Any) -> None:
     assert one.server.seen == []  # the backend was not asked
 
 
-def test_explain_page(rig: Any) -> None:
+def test_status_page(rig: Any) -> None:
     one = rig(ex_caching(), keep_requests=30)
     good = ex_talk(6)
     changed = ex_chat(
@@ -8064,7 +8076,7 @@ def test_explain_page(rig: Any) -> None:
     assert "KEEP_REQUESTS = 30\n" in text
 
 
-def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
+def test_status_page_loads_nothing_from_outside(rig: Any) -> None:
     answer = rig().get("/kvproxy")
     text = answer.body.decode()
     policy = answer.get("Content-Security-Policy")
@@ -8101,20 +8113,20 @@ def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
         ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
     ],
 )
-def test_explain_page_state(rig: Any, numbers: list[Any], state: str) -> None:
+def test_status_page_state(rig: Any, numbers: list[Any], state: str) -> None:
     one = rig(ex_scripted(*numbers))
     ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
     assert f">{state}</p>" in one.get("/kvproxy").body.decode()
 
 
-def test_explain_page_after_a_side_request(rig: Any) -> None:
+def test_status_page_after_a_side_request(rig: Any) -> None:
     """Its reuse was reported, but it says nothing of conversations."""
     one = rig(ex_scripted((0, 1000, 9.0)))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("Write a title for this.")])
     assert ">No prompt yet</p>" in one.get("/kvproxy").body.decode()
 
 
-def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
+def test_status_page_gives_the_cause_of_misses(rig: Any) -> None:
     one = rig(ex_scripted((0, 1000, 9.0)))
     ex_exchange(
         one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
@@ -8126,7 +8138,7 @@ def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
     )
 
 
-def test_explain_page_does_not_blame_first_prompts(rig: Any) -> None:
+def test_status_page_does_not_blame_first_prompts(rig: Any) -> None:
     """They are not in the rate that it shows."""
     one = rig(ex_scripted((0, 1000, 9.0)))
     firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
@@ -8138,7 +8150,7 @@ def test_explain_page_does_not_blame_first_prompts(rig: Any) -> None:
     assert "Most often (3 of 10): rewritten, " in text
 
 
-def test_explain_requests(rig: Any) -> None:
+def test_status_requests(rig: Any) -> None:
     one = rig(ex_scripted((10, 90, 12.0)), **STAMPED_OFF)
     raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
     ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
@@ -8181,7 +8193,7 @@ def test_explain_requests(rig: Any) -> None:
         assert answer.status == (200 if number == "" else 404)
 
 
-def test_explain_requests_that_were_not_json(rig: Any) -> None:
+def test_status_requests_that_were_not_json(rig: Any) -> None:
     one = rig()
     stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
     deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
@@ -8378,7 +8390,7 @@ def test_status_detail_has_bodies_whole(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])]
 )
-def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
+def test_status_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
     one = rig(ex_caching(), keep_requests=keep)
     for body in ex_talk(5):
         one.post(EX_CHAT_PATH, body)
@@ -8389,7 +8401,7 @@ def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
     assert "The cache works" in text and ("KEEP_REQUESTS=0" in text) is (keep == 0)
 
 
-def test_explain_health(rig: Any) -> None:
+def test_status_health(rig: Any) -> None:
     answer = rig().get("/kvproxy/health")
     assert (
         answer.status == 200
@@ -8424,7 +8436,7 @@ def ex_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def test_explain_metrics(rig: Any) -> None:
+def test_status_metrics(rig: Any) -> None:
     one = rig(
         ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
         **STAMPED_OFF,
@@ -8480,7 +8492,7 @@ EX_PAGES = (
 
 
 @pytest.mark.parametrize("path", EX_PAGES)
-def test_explain_pages_by_method(rig: Any, path: str) -> None:
+def test_status_pages_by_method(rig: Any, path: str) -> None:
     one = rig()
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
     head, got = one.get(path, method="HEAD"), one.get(path)
@@ -8502,7 +8514,7 @@ def test_explain_pages_by_method(rig: Any, path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"]
 )
-def test_explain_no_such_page(rig: Any, path: str) -> None:
+def test_status_no_such_page(rig: Any, path: str) -> None:
     one = rig()
     assert one.get(path).status == 404 and one.server.seen == []
     assert (
@@ -8547,7 +8559,7 @@ def ex_asked() -> Iterator[Rig]:
 @pytest.mark.parametrize(
     ("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN]
 )
-def test_explain_host_rule(ex_asked: Rig, host: str, known: bool) -> None:
+def test_status_host_rule(ex_asked: Rig, host: str, known: bool) -> None:
     """DNS rebinding: a page of another site reaches the proxy under that site's name."""
     for path in EX_PAGES:
         answer = ex_asked.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
@@ -8571,7 +8583,7 @@ def test_explain_host_rule(ex_asked: Rig, host: str, known: bool) -> None:
         ("Origin: x\r\nSec-Fetch-Site: same-origin\r\n", 403),
     ],
 )
-def test_explain_other_sites_see_nothing(ex_asked: Rig, headers: str, status: int) -> None:
+def test_status_other_sites_see_nothing(ex_asked: Rig, headers: str, status: int) -> None:
     for path in EX_PAGES[:3]:
         answer = ex_asked.get(path, headers)
         assert answer.status == status and (status == 200 or b"secret prompt" not in answer.body)
@@ -8608,7 +8620,7 @@ EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
 @pytest.mark.parametrize(
     ("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR]
 )
-def test_explain_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
+def test_status_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
     one = rig(listen_host="0.0.0.0")
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
     for path in EX_PAGES:
@@ -8769,7 +8781,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
     )
 
 
-def test_explain_where_a_prompt_goes(rig: Any) -> None:
+def test_status_where_a_prompt_goes(rig: Any) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
     one = rig(ex_scripted((0, 900, 1.0)))
@@ -9323,7 +9335,7 @@ def timed(function: Callable[..., Any], *args: Any) -> float:
         gc.enable()
 
 
-def test_files_inspect_prints_no_control_character(
+def test_commands_inspect_prints_no_control_character(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file may come from anybody; a terminal obeys what it is sent."""
@@ -9402,7 +9414,7 @@ EX_MARK = (
 )
 
 
-def test_explain_inspect_capture() -> None:
+def test_commands_inspect_capture() -> None:
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
     text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
     rows, findings = ex_rows_of(text)
@@ -9433,7 +9445,7 @@ def test_explain_inspect_capture() -> None:
     )
 
 
-def test_explain_inspect_orders_findings_by_waste() -> None:
+def test_commands_inspect_orders_findings_by_waste() -> None:
     big, small = "Clock: 12:0{}\n" + EX_LONG * 5, "Be brief. " * 60 + "{}"
     bodies = [ex_talk(n + 1, big.format(n), "big")[-1] for n in range(3)]
     bodies += [ex_talk(n + 1, small.format(n), "small")[-1] for n in range(9)]
@@ -9451,7 +9463,7 @@ def test_explain_inspect_orders_findings_by_waste() -> None:
     assert listed == [found["cause"] for found in findings]
 
 
-def test_explain_inspect_says_what_kvproxy_cures() -> None:
+def test_commands_inspect_says_what_kvproxy_cures() -> None:
     def body(n: int) -> Json:
         meta = json.dumps(
             {
@@ -9469,7 +9481,7 @@ def test_explain_inspect_says_what_kvproxy_cures() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
+def test_commands_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
     """What was found out about a prompt as captured does not count for the prompt as kvproxy sends
     it."""
     bodies: list[Json] = []
@@ -9489,7 +9501,7 @@ def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_explain_inspect_numbers_that_are_none(number: str) -> None:
+def test_commands_inspect_numbers_that_are_none(number: str) -> None:
     """Such a line is nobody's, and what comes out is JSON to every reader."""
     lines = ex_captured(
         ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}
@@ -9501,7 +9513,7 @@ def test_explain_inspect_numbers_that_are_none(number: str) -> None:
     assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
 
 
-def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
+def test_commands_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
     """What the server reported counts, also against what the text suggests; losses have their
     causes."""
     path = tmp_path / "capture.jsonl"
@@ -9549,7 +9561,7 @@ def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
         ("/completion", {"prompt": [1, 2, 3]}),
     ],
 )
-def test_explain_inspect_dialects(path: str, body: Json) -> None:
+def test_commands_inspect_dialects(path: str, body: Json) -> None:
     rows, findings = ex_rows_of(ex_captured(body, body, path=path))
     assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
 
@@ -9587,7 +9599,7 @@ EX_ODD_LINES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", EX_ODD_LINES)
-def test_explain_inspect_takes_any_input(name: str) -> None:
+def test_commands_inspect_takes_any_input(name: str) -> None:
     """Nothing to find: said in words, with an exit code. Around it, what can be read is read."""
     code, out, err = ex_inspect(EX_ODD_LINES[name])
     assert code == 1 and out.startswith("No request was recognised") and err == ""
@@ -9601,7 +9613,7 @@ def test_explain_inspect_takes_any_input(name: str) -> None:
     assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"]
 
 
-def test_explain_inspect_odd_members() -> None:
+def test_commands_inspect_odd_members() -> None:
     """A body as a string, strange headers, times and numbers."""
     text = ex_captured(json.dumps(ex_chat("hi"))) + ex_captured(
         ex_chat("hi", "ok", "x"), headers=["x"], time="now", usage={"prompt": "9"}, status="?"
@@ -9616,7 +9628,7 @@ def test_explain_inspect_odd_members() -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
-def test_explain_inspect_file_that_cannot_be_read(
+def test_commands_inspect_file_that_cannot_be_read(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert kvproxy.main(["inspect", str(tmp_path / name)]) == 1
@@ -9624,7 +9636,7 @@ def test_explain_inspect_file_that_cannot_be_read(
     assert told.out == "" and "cannot be read" in told.err and "Traceback" not in told.err
 
 
-def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
+def test_commands_inspect_as_a_command(tmp_path: Path) -> None:
     """From stdin, into a pipe that closes early, with an encoding that has no umlauts."""
     path = tmp_path / "c.jsonl"
     greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
@@ -9645,7 +9657,7 @@ def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
     assert started.stderr.read() == b"" and started.wait(PATIENCE) == 1
 
 
-def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
+def test_commands_inspect_reads_by_the_line_and_keeps_no_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
@@ -9826,7 +9838,7 @@ EX_PREFIXES = {
 
 @pytest.mark.parametrize("prefix", EX_PREFIXES)
 @pytest.mark.parametrize("kind", EX_LOGS)
-def test_explain_inspect_log(kind: str, prefix: str) -> None:
+def test_commands_inspect_log(kind: str, prefix: str) -> None:
     log, expected = EX_LOGS[kind]
     text = "".join(EX_PREFIXES[prefix](line, n) + "\n" for n, line in enumerate(log.splitlines()))
     rows, findings = ex_rows_of(text)
@@ -9839,7 +9851,7 @@ def test_explain_inspect_log(kind: str, prefix: str) -> None:
     assert all(found["advice"] for found in findings)
 
 
-def test_explain_inspect_log_of_two_slots_at_once() -> None:
+def test_commands_inspect_log_of_two_slots_at_once() -> None:
     """Lines of two tasks alternate; a timing block without an id belongs to the slot named before
     it."""
     old = [
@@ -9865,7 +9877,7 @@ def test_explain_inspect_log_of_two_slots_at_once() -> None:
     ]
 
 
-def test_explain_inspect_log_at_low_verbosity() -> None:
+def test_commands_inspect_log_at_low_verbosity() -> None:
     """Without the lines that only -lv 4 shows, what was read is told, and nothing is made up."""
     rows, findings = ex_rows_of(
         "slot print_timing: id  2 | task 5 | prompt eval time = 900.0 ms / 700 tokens (x)\n" * 2
@@ -9876,7 +9888,7 @@ def test_explain_inspect_log_at_low_verbosity() -> None:
     assert findings == []
 
 
-def test_explain_inspect_log_with_long_numbers() -> None:
+def test_commands_inspect_log_with_long_numbers() -> None:
     nines = "9" * 400
     code, out, err = ex_inspect(
         f"selected slot by LCP similarity, f_sim_best = {nines}, f_keep = 1\n"
@@ -9886,13 +9898,13 @@ def test_explain_inspect_log_with_long_numbers() -> None:
     assert code == 0 and err == "" and out.count("slot 0") == 2
 
 
-def test_explain_inspect_restart_makes_first_prompts() -> None:
+def test_commands_inspect_restart_makes_first_prompts() -> None:
     rows, findings = ex_rows_of(EX_OLD_LOG + EX_OLD_LOG)
     assert [row["what"] for row in rows].count("first prompt of its length") == 2
     assert findings[0]["requests"] == 2
 
 
-def test_explain_inspect_table() -> None:
+def test_commands_inspect_table() -> None:
     code, out, _ = ex_inspect(EX_NEW_LOG)
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == [
@@ -9970,7 +9982,7 @@ def ex_answers(
     return script
 
 
-def test_explain_check_llama_server(
+def test_commands_check_llama_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
@@ -9993,7 +10005,7 @@ def test_explain_check_llama_server(
     )
 
 
-def test_explain_check_of_several_slots(
+def test_commands_check_of_several_slots(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
@@ -10009,7 +10021,7 @@ def test_explain_check_of_several_slots(
     )
 
 
-def test_explain_check_lm_studio(
+def test_commands_check_lm_studio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It answers 200 with an error to paths that it does not know."""
@@ -10023,7 +10035,7 @@ def test_explain_check_lm_studio(
     assert "the server does not tell" in out and "bench" in out
 
 
-def test_explain_check_of_a_server_with_a_key(
+def test_commands_check_of_a_server_with_a_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
@@ -10044,7 +10056,7 @@ def test_explain_check_of_a_server_with_a_key(
     assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
 
 
-def test_explain_check_of_a_server_that_loads(
+def test_commands_check_of_a_server_that_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out = ex_check(
@@ -10053,7 +10065,7 @@ def test_explain_check_of_a_server_that_loads(
     assert code == 1 and "loading its model" in out
 
 
-def test_explain_check_without_a_server(
+def test_commands_check_without_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out = ex_check(monkeypatch, capsys, None)
@@ -10075,7 +10087,7 @@ def test_explain_check_without_a_server(
         b'{"default_generation_settings": 3, "total_slots": "x"}',
     ],
 )
-def test_explain_check_of_something_else(
+def test_commands_check_of_something_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: bytes
 ) -> None:
     code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
@@ -10105,7 +10117,7 @@ def ex_render(url: str, profile: Path, *more: str) -> str:
 
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_explain_page_in_a_browser(
+def test_status_page_in_a_browser(
     rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It renders, its script runs under its own policy, and it renews itself without a reload."""
@@ -10139,7 +10151,7 @@ def test_explain_page_in_a_browser(
 
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_explain_page_in_a_browser_when_the_proxy_is_away(
+def test_status_page_in_a_browser_when_the_proxy_is_away(
     rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands on the page is old then, and it says so."""
@@ -11215,7 +11227,7 @@ def test_relay_long_body_has_the_time_of_its_length(
     assert peer.response().status == 200
 
 
-def test_relay_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
+def test_server_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
     """Beyond it 503, and the clients may try again; what is answered makes room."""
     go = threading.Event()
 
@@ -11244,7 +11256,7 @@ def test_relay_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
     assert made.post("/v1/chat/completions", body).status == 200
 
 
-def test_relay_bodies_in_flight_follow_the_limit_of_one(rig: Callable[..., Rig]) -> None:
+def test_server_bodies_in_flight_follow_the_limit_of_one(rig: Callable[..., Rig]) -> None:
     assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
 
 
@@ -11485,7 +11497,7 @@ def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: 
     assert peer.ended()
 
 
-def test_relay_environment_does_not_redirect(
+def test_server_environment_does_not_redirect(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy that is set for the web is not used for the server; the name localhost means where it
@@ -11499,7 +11511,7 @@ def test_relay_environment_does_not_redirect(
     assert server.seen[0].get("Host") == f"localhost:{server.port}"
 
 
-def test_relay_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
+def test_server_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
     """select() cannot take them."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -12269,7 +12281,7 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(
 # --- many connections, start and stop -------------------------------------------------------------
 
 
-def test_relay_too_many_requests_at_a_time(rig: Callable[..., Rig]) -> None:
+def test_server_too_many_requests_at_a_time(rig: Callable[..., Rig]) -> None:
     """As long as all connections have a request that runs, more are answered with 503."""
     ended = threading.Event()
 
@@ -12309,7 +12321,7 @@ RELAY_UNSENT = {
 
 
 @pytest.mark.parametrize("unsent", list(RELAY_UNSENT))
-def test_relay_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: str) -> None:
+def test_server_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: str) -> None:
     """When all places are taken, the client that has let the proxy wait for longest loses its one;
     requests that run are not touched."""
     go = threading.Event()
@@ -12344,7 +12356,7 @@ def test_relay_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: 
     running.until(b"\r\n0\r\n\r\n")
 
 
-def test_relay_no_thread_for_a_connection(
+def test_server_no_thread_for_a_connection(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = rig()
@@ -12360,7 +12372,7 @@ def test_relay_no_thread_for_a_connection(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
-def test_relay_no_descriptor_does_not_spin(
+def test_server_no_descriptor_does_not_spin(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """accept() fails again and again while the connection waits: there is a pause each time, and
@@ -12382,7 +12394,7 @@ def test_relay_no_descriptor_does_not_spin(
     assert calls[0] == 6
 
 
-def test_relay_no_descriptor_for_the_server(
+def test_server_no_descriptor_for_the_server(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = rig()
@@ -12396,7 +12408,7 @@ def test_relay_no_descriptor_for_the_server(
     relay_error(answer)
 
 
-def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
+def test_server_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
     """Idle connections end at once, no new one is taken, a stream is drained."""
     go = threading.Event()
 
@@ -12434,7 +12446,7 @@ def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
     assert not stopper.is_alive()
 
 
-def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
+def test_server_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"one"))
     peer = made.raw(RELAY_POST)
@@ -12446,7 +12458,7 @@ def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
         assert not peer.rest().endswith(b"0\r\n\r\n")
 
 
-def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
+def test_server_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
     """Again and again, stopping twice included; the port is free afterwards, and no thread is
     left."""
     made = rig()
@@ -12483,7 +12495,7 @@ def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> Non
     wait_for(lambda: threading.active_count() <= before + 1, "the threads to end")
 
 
-def test_relay_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -> None:
+def test_server_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -> None:
     one = rig(lambda link, seen: link.reply(b"one"))
     two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
     big = b"x" * (2 << 20)
@@ -12492,7 +12504,7 @@ def test_relay_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -
     assert two.get("/").body == b"two"
 
 
-def test_relay_port_that_is_taken(rig: Callable[..., Rig]) -> None:
+def test_server_port_that_is_taken(rig: Callable[..., Rig]) -> None:
     made = rig()
     with pytest.raises(OSError) as caught:
         Proxy(Config(listen_port=made.port, backend_url=made.server.url)).start()
@@ -12500,7 +12512,7 @@ def test_relay_port_that_is_taken(rig: Callable[..., Rig]) -> None:
     relay_alive(made)
 
 
-def test_relay_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
+def test_server_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -12842,7 +12854,7 @@ def relay_left_over() -> dict[str, int]:
     return found
 
 
-def test_relay_leaves_nothing_for_the_garbage_collector(
+def test_server_leaves_nothing_for_the_garbage_collector(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request held is free when it ends, also on a connection that stays open: bodies are
@@ -12875,7 +12887,7 @@ def test_relay_leaves_nothing_for_the_garbage_collector(
         )
 
 
-def test_relay_many_faults(rig: Callable[..., Rig]) -> None:
+def test_server_many_faults(rig: Callable[..., Rig]) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
     each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
@@ -12956,7 +12968,7 @@ def table_rows(text: str) -> list[list[str]]:
 # --- demo -----------------------------------------------------------------------------------------
 
 
-def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
+def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     """No installation, no server, no site packages, nothing left behind."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "empty").mkdir()
@@ -12977,7 +12989,9 @@ def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_demo_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It asks no name server, which can take long on a machine without a network."""
     monkeypatch.setattr(socket, "getfqdn", None)
     assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
@@ -12989,7 +13003,7 @@ def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
-def test_demo_refuses_senseless_numbers(
+def test_commands_demo_refuses_senseless_numbers(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -13040,7 +13054,7 @@ def system_of(seen: Seen) -> str:
     return text
 
 
-def test_bench_against_a_server(
+def test_commands_bench_against_a_server(
     bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
@@ -13066,7 +13080,7 @@ def test_bench_against_a_server(
     assert not any("message_id" in system_of(seen) for seen in through)
 
 
-def test_bench_shows_the_servers_key(
+def test_commands_bench_shows_the_servers_key(
     bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
@@ -13075,7 +13089,7 @@ def test_bench_shows_the_servers_key(
     assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
 
 
-def test_bench_heads_are_never_the_same(
+def test_commands_bench_heads_are_never_the_same(
     bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else a second run, or the second half of a run, would find its prompt in the server's
@@ -13091,7 +13105,7 @@ def test_bench_heads_are_never_the_same(
     assert max(reused) < 60
 
 
-def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["simulated"] is False and told["ratio"] > 3
@@ -13100,7 +13114,7 @@ def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
     assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
 
 
-def test_bench_against_a_server_without_numbers(
+def test_commands_bench_against_a_server_without_numbers(
     bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench_server.script = PrefixCache(numbers=False)
@@ -13110,7 +13124,7 @@ def test_bench_against_a_server_without_numbers(
 
 
 @pytest.mark.parametrize("json_wanted", [False, True])
-def test_bench_without_a_backend(
+def test_commands_bench_without_a_backend(
     json_wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
@@ -13121,7 +13135,7 @@ def test_bench_without_a_backend(
     assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
 
 
-def test_bench_without_any_backend(
+def test_commands_bench_without_any_backend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("BACKEND_URL", raising=False)
@@ -13131,7 +13145,7 @@ def test_bench_without_any_backend(
     assert told.out == "" and told.err.count("\n") == 1 and "BACKEND_URL" in told.err
 
 
-def test_bench_tells_of_a_run_that_breaks_off(
+def test_commands_bench_tells_of_a_run_that_breaks_off(
     bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count, good = itertools.count(1), PrefixCache()
@@ -14026,7 +14040,7 @@ def custom_form(age: int, text: str) -> str:
 @pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
-def test_conversation_header_is_stable_and_tells_nothing(
+def test_server_conversation_header_is_stable_and_tells_nothing(
     rig: Callable[..., Rig], dialect: str, form: Any, replay: bool
 ) -> None:
     one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
@@ -14047,7 +14061,7 @@ def test_conversation_header_is_stable_and_tells_nothing(
     assert len({first, *others}) == 4
 
 
-def test_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) -> None:
+def test_server_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) -> None:
     """A greeting comes first: large or small, the first user text counts."""
     one = rig()
     hashes = set()
@@ -14065,7 +14079,9 @@ def test_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) 
 
 
 @pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
-def test_conversation_header_is_absent_elsewhere(rig: Callable[..., Rig], target: str) -> None:
+def test_server_conversation_header_is_absent_elsewhere(
+    rig: Callable[..., Rig], target: str
+) -> None:
     one = rig()
     assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
     assert one.server.seen[0].get("X-KVProxy-Conversation") is None
@@ -14160,7 +14176,7 @@ def balancer(
         process.wait(PATIENCE)
 
 
-def test_conversations_stick_and_spread_over_servers(
+def test_server_conversations_stick_and_spread_over_servers(
     rig: Callable[..., Rig], balancer: Callable[[list[int]], str]
 ) -> None:
     """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
