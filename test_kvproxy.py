@@ -48,6 +48,10 @@ import kvproxy
 from kvproxy import Config, Proxy
 
 HERE = Path(__file__).resolve().parent
+MakeRig = Callable[..., "Rig"]
+Patch = pytest.MonkeyPatch
+Capsys = pytest.CaptureFixture[str]
+
 PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs more than a fraction
 
 # ==================================================================================================
@@ -721,7 +725,7 @@ def served(until: str, **settings: str) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
+def rig() -> Iterator[MakeRig]:
     """Makes rigs: rig(script, setting=value, ...). All are closed after the test, and scripts'
     assertions count."""
     made: list[Rig] = []
@@ -898,7 +902,7 @@ def test_config_table_tells_every_setting() -> None:
     )
 
 
-def test_config_help_and_version(capsys: Any, monkeypatch: Any) -> None:
+def test_config_help_and_version(capsys: Capsys, monkeypatch: Patch) -> None:
     """Both work even with a setting that is wrong: that is when help is needed."""
     monkeypatch.setenv("LISTEN_PORT", "wrong")
     with pytest.raises(SystemExit) as left:
@@ -918,7 +922,7 @@ def test_config_help_and_version(capsys: Any, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
 def test_config_bad_value_stops_every_command(
-    command: list[str], capsys: Any, monkeypatch: Any
+    command: list[str], capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
@@ -936,7 +940,7 @@ def test_config_bad_value_as_a_user_sees_it() -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
+def config_seen(monkeypatch: Patch, *words: str) -> Config:
     """The settings that a command gets from a command line."""
     seen: list[Config] = []
     monkeypatch.setitem(
@@ -954,7 +958,7 @@ def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
         ["LISTEN_PORT=1235", "check", "backend_url=http://127.0.0.1:9", "STRIP_REGEX=a=b"],
     ],
 )
-def test_config_settings_as_words(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_config_settings_as_words(monkeypatch: Patch, words: list[str]) -> None:
     """In front of a command or behind it; they win over the environment."""
     monkeypatch.setenv("LISTEN_PORT", "5")
     monkeypatch.setenv("REPLAY_MB", "7")
@@ -997,9 +1001,7 @@ def test_config_backend_without_http(text: str, url: str) -> None:
         (["demo", "--tokens"], "--tokens"),
     ],
 )
-def test_config_word_that_means_nothing(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_word_that_means_nothing(words: list[str], told: str, capsys: Capsys) -> None:
     """One line, with the names that come nearest."""
     try:
         status: Any = kvproxy.main(words)
@@ -1010,9 +1012,7 @@ def test_config_word_that_means_nothing(
     assert shown.err.startswith("kvproxy: ") and told in shown.err
 
 
-def test_config_file_to_inspect_may_hold_an_equals_sign(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_file_to_inspect_may_hold_an_equals_sign(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "run=5.log"
     path.write_text("nothing\n")
     assert kvproxy.main(["inspect", str(path)]) == 1
@@ -1060,9 +1060,7 @@ def test_config_script_metadata() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100, 200])
-def test_config_help_fits_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_help_fits_the_terminal(columns: int, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit):
         kvproxy.main(["--help"])
@@ -1071,9 +1069,7 @@ def test_config_help_fits_the_terminal(
 
 
 @pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
-def test_config_taken_port_tells_by_whom(
-    rig: Callable[..., Rig], capsys: pytest.CaptureFixture[str], owner: str
-) -> None:
+def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: str) -> None:
     owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
 
     def script(link: Link, seen: Seen) -> None:
@@ -1097,23 +1093,13 @@ def test_config_taken_port_tells_by_whom(
         assert f"{owner} has it." in told and line in told
 
 
-def test_config_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
+def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
     monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
     assert kvproxy.main([]) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
-
-
-def test_scrub_log_file_that_cannot_be_written(
-    tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("LOG_FILE", str(tmp_path / "none" / "x.log"))
-    monkeypatch.setenv("LISTEN_PORT", "0")
-    assert kvproxy.main([]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "LOG_FILE" in shown and str(tmp_path) in shown
 
 
 def server_props(link: Link, seen: Seen) -> None:
@@ -1149,10 +1135,7 @@ def test_server_start_lines_name_address_and_backend() -> None:
 
 def test_server_start_lines_when_no_backend_answers() -> None:
     """And a variable that is misspelt."""
-    with (
-        closed_port() as url,
-        served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines,
-    ):
+    with closed_port() as url, served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines:
         assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
         assert "listens on http://127.0.0.1:" in lines[1]
         for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
@@ -1176,7 +1159,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
      (503, {"error": {"message": "Loading model"}})],
 )  # fmt: skip
 def test_server_finds_the_first_model_server(
-    status: int, answer: Any, rig: Any, monkeypatch: Any
+    status: int, answer: Any, rig: MakeRig, monkeypatch: Patch
 ) -> None:
     """Past a closed port and servers that are no model servers; one that loads or wants a key is
     one."""
@@ -1205,7 +1188,7 @@ def test_server_finds_the_first_model_server(
 
 
 def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
-    rig: Any, monkeypatch: Any
+    rig: MakeRig, monkeypatch: Patch
 ) -> None:
     ready = threading.Event()
 
@@ -1238,7 +1221,7 @@ def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
         assert proxied.server.seen[-1].target == "/v1/chat/completions"
 
 
-def test_server_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
+def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
     server = FakeServer()
     monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
     with pytest.raises(OSError):
@@ -1247,7 +1230,7 @@ def test_server_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
     server.close()
 
 
-def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> None:
+def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) -> None:
     """A candidate that hangs must not cost every waiting request its own look."""
     looks: list[str] = []
     monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
@@ -1283,7 +1266,7 @@ def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> No
     assert kvproxy.under(url, target.encode()) == wanted.encode()
 
 
-def test_server_path_prefix_over_the_wire(rig: Any) -> None:
+def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
     server = FakeServer()
     proxied = rig(backend_url=server.url + "/llm/v1/")
     assert proxied.get("/v1/models?q=1").status == 200
@@ -2028,9 +2011,7 @@ def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
         ("user", "pia"),
     ]
     result, report = scrubbed(
-        body_of(dialect, *turns, parts=parts),
-        dialect,
-        strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*"),
+        body_of(dialect, *turns, parts=parts), dialect, strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*")
     )
     assert result == body_of(dialect, *left, parts=parts)
     assert (report.regex_removed, report.items_modified) == (5, 3)
@@ -2146,7 +2127,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
+def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
     system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
@@ -2254,7 +2235,7 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SCRUB_HOSTILE)
-def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_patterns_are_linear(name: str, monkeypatch: Patch) -> None:
     """Each scanner over texts that are hostile to one of its alternatives; without the limits, which
     would end it early."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
@@ -2278,7 +2259,7 @@ def scrub_work(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["members", "id lines behind", "sessions"])
-def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_cuts_are_linear(name: str, monkeypatch: Patch) -> None:
     """A long text is not copied for each of many cuts."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
     start, piece, end = SCRUB_HOSTILE[name]
@@ -3093,7 +3074,7 @@ def test_scrub_roles_long_message_that_was_seen_to_stay_moves_to_the_front(
     assert other.send(talk("zwei", rules))[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_scrub_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -> None:
+def test_scrub_roles_nothing_is_seen_to_stay_without_replay(rig: MakeRig) -> None:
     one = RpClient(rig(replay=False))
     turns: list[Turn] = [("user", "one"), ("system", "Rules. " * 300)]
     for history in (
@@ -3528,7 +3509,7 @@ def test_lift_a_reminder_cannot_be_closed_from_inside(chat: RpClient) -> None:
     )
 
 
-def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
+def test_lift_regex_and_its_switches(rig: MakeRig) -> None:
     system = f"{RP_SYSTEM}\nMood: calm\nGauge 7 of 9\nToday's date: 2026-12-01\n"
     body = body_of("chat", ("user", "hi"), system=system)
     patterns = (r"^Mood: \w+\n", r"^Gauge \d of \d$")
@@ -3605,7 +3586,7 @@ def test_replay_is_kept_for_each_client(rp_rig: Rig, name: str) -> None:
     assert rp_restored(ann)
 
 
-def test_replay_is_kept_for_each_address(chat: RpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_is_kept_for_each_address(chat: RpClient, monkeypatch: Patch) -> None:
     def elsewhere() -> Peer:
         here = ("127.0.0.1", chat.rig.port)
         peer = Peer(socket.create_connection(here, PATIENCE, ("127.0.0.2", 0)))
@@ -4438,7 +4419,7 @@ def test_replay_lets_go_when_the_context_is_full(
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_replay_regex_names_what_comes_and_goes(rig: Callable[..., Rig], dialect: str) -> None:
+def test_replay_regex_names_what_comes_and_goes(rig: MakeRig, dialect: str) -> None:
     """Also where a stamp of OpenClaw stands behind it."""
     one = rig(replay_regex=(r"\(tokens left: \d+\)", r"^<gauge>.*</gauge>$"))
     turns: list[Turn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
@@ -4474,7 +4455,7 @@ def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> N
 
 
 @pytest.mark.parametrize("settings", [{"scrub": False}, {"replay": False}])
-def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) -> None:
+def test_replay_switched_off(rig: MakeRig, settings: dict[str, Any]) -> None:
     client = RpClient(rig(**settings))
     for turns in (RP_HELLO, RP_WENT_ON):
         data = json.dumps(client.body(turns, rp_date("2026-12-01"))).encode()
@@ -4670,7 +4651,7 @@ def test_replay_memory_is_bounded() -> None:
     assert tools.size == sum(size for _, size in tools.entries.values())
 
 
-def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None:
+def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
     """No cycles: without the garbage collector, turns go with their requests."""
     client = RpClient(rig(replay_mb=1, keep_requests=2))
 
@@ -4960,7 +4941,7 @@ def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
         assert not rp_read(reader, "chat", b'{"messages":[' + middle + last)
 
 
-def rp_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def rp_parsed(monkeypatch: Patch) -> list[str]:
     """The texts in which the reader looks for an item, from now on."""
     texts: list[str] = []
     real = kvproxy._parse_at
@@ -4970,9 +4951,7 @@ def rp_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_dialects_reader_many_openings_within_a_turn_cost_little(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Patch) -> None:
     parsed = rp_parsed(monkeypatch)
     front = ",".join(["[1]"] * 1000)
     for inner in (
@@ -5010,7 +4989,7 @@ def test_dialects_reader_memory_is_bounded() -> None:
 @pytest.mark.parametrize(
     "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
 )
-def test_dialects_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> None:
     """Whatever stands around it; and the turns that were known are the very same."""
     dialect, text = READER_BODIES[case]
     body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
@@ -6303,9 +6282,7 @@ def test_explain_usage(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EX_USAGE)
-def test_explain_usage_wherever_the_bytes_are_cut(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: Patch) -> None:
     body, expected = EX_USAGE[name]
     for cut in (1, 3, 5, 50, 64, 100000):
         usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
@@ -6313,9 +6290,7 @@ def test_explain_usage_wherever_the_bytes_are_cut(
 
 
 @pytest.mark.parametrize("cut", [1, 7, 333, 4096])
-def test_explain_usage_of_an_answer_longer_than_what_is_kept(
-    cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypatch: Patch) -> None:
     """The first bytes tell message_start, the last ones the totals; between them anything may be
     cut."""
     monkeypatch.setattr(kvproxy, "TAP_BYTES", 2048)
@@ -6379,7 +6354,7 @@ class ExRecorder(Link):
 )
 @pytest.mark.parametrize("cached", [None, 60])
 def test_explain_usage_through_the_proxy(
-    rig: Any, path: str, body: Any, stream: bool, cached: int | None
+    rig: MakeRig, path: str, body: Any, stream: bool, cached: int | None
 ) -> None:
     """The numbers are read and the client gets the server's bytes."""
     sent: list[bytes] = []
@@ -7076,10 +7051,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
         "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
     "a tag in front of a stamp, which goes as well": (
-        [
-            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
-            ex_chat(EX_ASK, EX_SAID, EX_THEN),
-        ],
+        [ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
         "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
@@ -7590,9 +7562,7 @@ def test_explain_prompts_make_no_reference_cycles() -> None:
         gc.enable()
 
 
-def test_explain_ledger_compares_texts_outside_of_its_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_explain_ledger_compares_texts_outside_of_its_lock(monkeypatch: Patch) -> None:
     ledger, held, compare = kvproxy.Ledger(64 << 20), [], kvproxy.common_prefix
 
     def watched(a: str, b: str) -> int:
@@ -7793,7 +7763,7 @@ def ex_openclaw(ident: str, minute: int, text: str) -> Json:
     return {"role": "user", "content": f"{front}[Wed 2026-02-18 20:{minute} UTC] {text}"}
 
 
-def test_explain_log_line(rig: Any) -> None:
+def test_explain_log_line(rig: MakeRig) -> None:
     """The original project's line, then what was reused, how long it took, and the verdict."""
     one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info", **SCRUB_ALL)
 
@@ -7831,7 +7801,7 @@ def test_explain_log_line(rig: Any) -> None:
     ]
 
 
-def test_explain_log_second_line(rig: Any) -> None:
+def test_explain_log_second_line(rig: MakeRig) -> None:
     one = rig(ex_scripted((0, 5000, 1.0), (10, 4990, 1.0), (0, 5000, 1.0), None), log_level="info")
     first, second = (
         ex_talk(2, "Token gauge: 17\n" + EX_LONG),
@@ -7851,7 +7821,7 @@ def test_explain_log_second_line(rig: Any) -> None:
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
 
 
-def test_explain_log_of_other_requests(rig: Any) -> None:
+def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     one = rig(ex_scripted((1, 2, 3.0), 503), log_level="info")
     one.post(EX_CHAT_PATH + "?api_key=hush", b"{not json", "Authorization: Bearer hush\r\n")
     one.post(EX_CHAT_PATH, ex_chat(EX_HI))
@@ -7876,7 +7846,7 @@ def test_explain_log_of_other_requests(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)]
 )
-def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
+def test_explain_log_level(rig: MakeRig, level: str, lines: int) -> None:
     one = rig(log_level=level)
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(one.log.lines) == lines
@@ -7962,7 +7932,7 @@ def test_status_warn_reuse_setting(setting_: float, warned: int) -> None:
     assert sum(bool(metrics.count(ex_done(20, name="lost"))) for _ in range(60)) == warned
 
 
-def test_status_warning_is_logged(rig: Any) -> None:
+def test_status_warning_is_logged(rig: MakeRig) -> None:
     one = rig(ex_scripted((0, 1000, 1.0)), log_level="warning")
     bodies = [ex_chat("hi", system=f"Now {n} {EX_LONG}") for n in range(25)]
     ex_exchange(one, EX_CHAT_PATH, bodies)
@@ -7996,7 +7966,7 @@ def test_status_time_saved() -> None:
     assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
 
 
-def test_status_time_saved_through_the_proxy(rig: Any) -> None:
+def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
     """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
     does."""
 
@@ -8031,7 +8001,7 @@ def test_status_bodies_kept_are_bounded() -> None:
 # --- pages ----------------------------------------------------------------------------------------
 
 
-def test_status_page_before_any_request(rig: Any) -> None:
+def test_status_page_before_any_request(rig: MakeRig) -> None:
     one = rig()
     answer = one.get("/kvproxy")
     assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
@@ -8042,7 +8012,7 @@ def test_status_page_before_any_request(rig: Any) -> None:
     assert one.server.seen == []  # the backend was not asked
 
 
-def test_status_page(rig: Any) -> None:
+def test_status_page(rig: MakeRig) -> None:
     one = rig(ex_caching(), keep_requests=30)
     good = ex_talk(6)
     changed = ex_chat(
@@ -8076,7 +8046,7 @@ def test_status_page(rig: Any) -> None:
     assert "KEEP_REQUESTS = 30\n" in text
 
 
-def test_status_page_loads_nothing_from_outside(rig: Any) -> None:
+def test_status_page_loads_nothing_from_outside(rig: MakeRig) -> None:
     answer = rig().get("/kvproxy")
     text = answer.body.decode()
     policy = answer.get("Content-Security-Policy")
@@ -8113,20 +8083,20 @@ def test_status_page_loads_nothing_from_outside(rig: Any) -> None:
         ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
     ],
 )
-def test_status_page_state(rig: Any, numbers: list[Any], state: str) -> None:
+def test_status_page_state(rig: MakeRig, numbers: list[Any], state: str) -> None:
     one = rig(ex_scripted(*numbers))
     ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
     assert f">{state}</p>" in one.get("/kvproxy").body.decode()
 
 
-def test_status_page_after_a_side_request(rig: Any) -> None:
+def test_status_page_after_a_side_request(rig: MakeRig) -> None:
     """Its reuse was reported, but it says nothing of conversations."""
     one = rig(ex_scripted((0, 1000, 9.0)))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("Write a title for this.")])
     assert ">No prompt yet</p>" in one.get("/kvproxy").body.decode()
 
 
-def test_status_page_gives_the_cause_of_misses(rig: Any) -> None:
+def test_status_page_gives_the_cause_of_misses(rig: MakeRig) -> None:
     one = rig(ex_scripted((0, 1000, 9.0)))
     ex_exchange(
         one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
@@ -8138,7 +8108,7 @@ def test_status_page_gives_the_cause_of_misses(rig: Any) -> None:
     )
 
 
-def test_status_page_does_not_blame_first_prompts(rig: Any) -> None:
+def test_status_page_does_not_blame_first_prompts(rig: MakeRig) -> None:
     """They are not in the rate that it shows."""
     one = rig(ex_scripted((0, 1000, 9.0)))
     firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
@@ -8150,7 +8120,7 @@ def test_status_page_does_not_blame_first_prompts(rig: Any) -> None:
     assert "Most often (3 of 10): rewritten, " in text
 
 
-def test_status_requests(rig: Any) -> None:
+def test_status_requests(rig: MakeRig) -> None:
     one = rig(ex_scripted((10, 90, 12.0)), **STAMPED_OFF)
     raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
     ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
@@ -8193,7 +8163,7 @@ def test_status_requests(rig: Any) -> None:
         assert answer.status == (200 if number == "" else 404)
 
 
-def test_status_requests_that_were_not_json(rig: Any) -> None:
+def test_status_requests_that_were_not_json(rig: MakeRig) -> None:
     one = rig()
     stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
     deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
@@ -8207,7 +8177,7 @@ def test_status_requests_that_were_not_json(rig: Any) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-def test_status_long_difference_is_left_out(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_long_difference_is_left_out(rig: MakeRig, monkeypatch: Patch) -> None:
     monkeypatch.setattr(kvproxy, "DIFF_BYTES", 100)
     one = rig(strip_regex=("zap ",))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
@@ -8216,7 +8186,7 @@ def test_status_long_difference_is_left_out(rig: Any, monkeypatch: pytest.Monkey
     assert "Hello" in detail["forwarded"]
 
 
-def test_status_difference_shows_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_difference_shows_both_ends(monkeypatch: Patch) -> None:
     """Of a long one the middle is left out, and that is told."""
     monkeypatch.setattr(kvproxy, "DIFF_LINES", 20)
     lines = [f"line {number}" for number in range(100)]
@@ -8227,7 +8197,7 @@ def test_status_difference_shows_both_ends(monkeypatch: pytest.MonkeyPatch) -> N
     assert note == "81 lines in the middle are not compared"
 
 
-def test_status_difference_behind_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_difference_behind_what_is_shown_of_a_line(monkeypatch: Patch) -> None:
     monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
     raw = [json.dumps({"t": f"a\n{'x' * 60}{end}\nz"}).encode() for end in "bc"]
     (old, new) = [row for row in kvproxy.difference(*raw)[0][2:] if row[0] in "-+"]
@@ -8375,7 +8345,7 @@ def test_status_detail_of_a_body_that_is_no_text() -> None:
     assert len(answer) < 8 * len(raw) and detail["received"].endswith("\x00...")
 
 
-def test_status_detail_has_bodies_whole(rig: Any) -> None:
+def test_status_detail_has_bodies_whole(rig: MakeRig) -> None:
     """Over the edges of the pieces in which they are written."""
     one = rig(keep_requests=60, scrub=False)
     for shift in range(5):
@@ -8390,7 +8360,7 @@ def test_status_detail_has_bodies_whole(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])]
 )
-def test_status_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
+def test_status_keep_requests(rig: MakeRig, keep: int, kept: list[int]) -> None:
     one = rig(ex_caching(), keep_requests=keep)
     for body in ex_talk(5):
         one.post(EX_CHAT_PATH, body)
@@ -8401,7 +8371,7 @@ def test_status_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
     assert "The cache works" in text and ("KEEP_REQUESTS=0" in text) is (keep == 0)
 
 
-def test_status_health(rig: Any) -> None:
+def test_status_health(rig: MakeRig) -> None:
     answer = rig().get("/kvproxy/health")
     assert (
         answer.status == 200
@@ -8436,7 +8406,7 @@ def ex_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def test_status_metrics(rig: Any) -> None:
+def test_status_metrics(rig: MakeRig) -> None:
     one = rig(
         ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
         **STAMPED_OFF,
@@ -8492,7 +8462,7 @@ EX_PAGES = (
 
 
 @pytest.mark.parametrize("path", EX_PAGES)
-def test_status_pages_by_method(rig: Any, path: str) -> None:
+def test_status_pages_by_method(rig: MakeRig, path: str) -> None:
     one = rig()
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
     head, got = one.get(path, method="HEAD"), one.get(path)
@@ -8514,7 +8484,7 @@ def test_status_pages_by_method(rig: Any, path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"]
 )
-def test_status_no_such_page(rig: Any, path: str) -> None:
+def test_status_no_such_page(rig: MakeRig, path: str) -> None:
     one = rig()
     assert one.get(path).status == 404 and one.server.seen == []
     assert (
@@ -8600,7 +8570,7 @@ STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-F
 
 
 @pytest.mark.parametrize("header", STATUS_FORWARDED)
-def test_status_shows_no_prompt_through_a_web_server(rig: Any, header: str) -> None:
+def test_status_shows_no_prompt_through_a_web_server(rig: MakeRig, header: str) -> None:
     """A web server on this machine asks for somebody who may be anywhere."""
     one = rig()
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
@@ -8620,7 +8590,7 @@ EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
 @pytest.mark.parametrize(
     ("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR]
 )
-def test_status_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
+def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: int) -> None:
     one = rig(listen_host="0.0.0.0")
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
     for path in EX_PAGES:
@@ -8635,7 +8605,7 @@ def test_status_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -
 # --- diagnostic headers ---------------------------------------------------------------------------
 
 
-def test_explain_diagnostic_headers(rig: Any) -> None:
+def test_explain_diagnostic_headers(rig: MakeRig) -> None:
     one = rig(ex_caching(), **STAMPED_OFF)
     first, second = ex_talk(2)
     first["messages"][1]["content"] = (
@@ -8667,7 +8637,7 @@ def test_explain_diagnostic_headers(rig: Any) -> None:
 # --- the ledger in the proxy ----------------------------------------------------------------------
 
 
-def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
+def test_explain_failed_requests_are_no_earlier_prompts(rig: MakeRig) -> None:
     """What the server never read cannot be extended; a server that was away explains the loss."""
     one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
     talk = ex_talk(3)
@@ -8683,7 +8653,7 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
     assert one.proxy.ledger.count == 2
 
 
-def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
+def test_explain_another_conversation_took_the_slot(rig: MakeRig) -> None:
     one = rig(ex_caching())
     talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
     found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
@@ -8698,7 +8668,7 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
     )
 
 
-def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
+def test_explain_template_that_renders_old_turns_otherwise(rig: MakeRig) -> None:
     """The client did its part; the place and what helps are told, in the log as well."""
     one = rig(ex_llama(ex_template), log_level="info")
     done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
@@ -8721,7 +8691,7 @@ def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
     ] * 2  # once, for both bodies
 
 
-def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
+def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     """The server's slots are known by then, and advice names none that there are."""
     one = rig(ex_llama(lambda body: ex_template(body, False)))
     other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
@@ -8732,7 +8702,7 @@ def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
 
 
-def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) -> None:
+def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
     """Questions wait for an idle server; when it does not get idle, the words are those known."""
     monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
     held = threading.Event()
@@ -8759,7 +8729,7 @@ def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) 
     held.set()
 
 
-def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
+def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
     """A prompt that the client only went on with, sent in another form: here because the proxy was
     started anew with other settings in between."""
     one = rig(ex_llama(ex_template))
@@ -8781,7 +8751,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
     )
 
 
-def test_status_where_a_prompt_goes(rig: Any) -> None:
+def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
     one = rig(ex_scripted((0, 900, 1.0)))
@@ -8795,7 +8765,7 @@ def test_status_where_a_prompt_goes(rig: Any) -> None:
     assert whole == pytest.approx(900, abs=9)
 
 
-def test_explain_side_request_by_header(rig: Any) -> None:
+def test_explain_side_request_by_header(rig: MakeRig) -> None:
     one = rig(ex_caching())
     talk = ex_talk(2)
     ex_exchange(one, EX_CHAT_PATH, [talk[0]])
@@ -8822,7 +8792,7 @@ def ex_rows(path: Path) -> list[Json]:
 
 
 @pytest.mark.parametrize("scrub_", [True, False])
-def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
+def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
     """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
     path = tmp_path / "capture.jsonl"
     one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
@@ -8857,7 +8827,7 @@ def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_closes_a_file_that_others_could_read(rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     path.write_text("old\n", encoding="ascii")
     path.chmod(0o644)
@@ -8867,7 +8837,7 @@ def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: 
     )
 
 
-def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
     one.proxy.capture.limit = 30000
@@ -8896,7 +8866,7 @@ def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
 def test_files_capture_trouble(
-    rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, tmp_path: Path, place: str, monkeypatch: Patch
 ) -> None:
     """A full disk: one warning, and every request is served."""
     path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
@@ -8935,7 +8905,7 @@ def test_files_capture_trouble(
 # --- secrets --------------------------------------------------------------------------------------
 
 
-def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
+def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
     secret = "hush-4711"
@@ -8972,11 +8942,13 @@ def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
         .response()
         .body
     )
-    told.append(
-        one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line\r\n\r\n".encode())
-        .response()
-        .body
-    )
+    for data in (
+        f"{EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line",
+        f"{EX_CHAT_PATH}{query} HTTP/9.1\r\nHost: a",
+        f"{EX_CHAT_PATH}{query} b HTTP/1.1\r\nHost: a",
+        f"/ HTTP/1.1\r\nHost: a\r\nAuthorization: {secret}\0",
+    ):
+        told.append(one.raw(f"GET {data}\r\n\r\n".encode()).response().body)
     one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
     assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
     one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
@@ -9008,7 +8980,7 @@ def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
 @pytest.mark.parametrize("place", ["missing folder", "a folder"])
 def test_files_that_cannot_be_written_stop_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
+    tmp_path: Path, capsys: Capsys, name: str, place: str
 ) -> None:
     """One line that names the setting and says what to do; the status of a bad setting."""
     path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
@@ -9044,9 +9016,7 @@ def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(device.stat().st_mode)
 
 
-def test_files_begin_in_the_home_folder(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_begin_in_the_home_folder(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
     """A service file or a Windows task has no shell that knows `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
@@ -9055,7 +9025,7 @@ def test_files_begin_in_the_home_folder(
     assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
 
 
-def test_files_capture_goes_on_in_a_new_line(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_goes_on_in_a_new_line(rig: MakeRig, tmp_path: Path) -> None:
     """A crash or a full disk left half a line behind: only that one is lost."""
     path = tmp_path / "capture.jsonl"
     path.write_bytes(b'{"method": "POST", "bo')
@@ -9090,9 +9060,7 @@ def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
-def test_files_log_is_opened_anew_after_a_rename(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_log_is_opened_anew_after_a_rename(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "log"
     log = files_log(path)
     log.warning("one")
@@ -9112,7 +9080,7 @@ def test_files_log_is_opened_anew_after_a_rename(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_files_full_disk_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
     log = files_log(Path("/dev/full"))
     for number in range(20):
         log.warning("%d %s", number, "x" * 3000)
@@ -9136,7 +9104,7 @@ def test_files_full_disk_as_a_user_sees_it() -> None:
 
 @pytest.mark.parametrize("fault", ["write", "replace"])
 def test_files_leave_no_temporary_one(
-    rig: Any, by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch, fault: str
 ) -> None:
     path = tmp_path / "warm.json"
     one = rig(warmup_file=str(path), log_level="warning")
@@ -9160,7 +9128,7 @@ def test_files_leave_no_temporary_one(
 
 
 def test_files_temporary_ones_of_a_crash_go_at_the_start(
-    rig: Any, by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm[1].json"
     for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
@@ -9189,7 +9157,7 @@ FILES_SECRET_PATHS = (
 
 @pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
 def test_files_capture_has_no_secret_of_an_address(
-    rig: Any, tmp_path: Path, target: str, kept: str
+    rig: MakeRig, tmp_path: Path, target: str, kept: str
 ) -> None:
     """In a query, in parameters of the path, and in addresses that headers quote."""
     path = tmp_path / "capture.jsonl"
@@ -9214,7 +9182,7 @@ FILES_SECRET_HEADERS = (
 FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
 
 
-def test_files_capture_has_no_secret_of_a_header(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_has_no_secret_of_a_header(rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
     names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
@@ -9238,7 +9206,7 @@ FILES_PLAIN_MEMBERS = (
 )  # fmt: skip
 
 
-def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None:
+def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> None:
     """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
@@ -9282,7 +9250,7 @@ def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
 def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
-    rig: Any, tmp_path: Path, end: str
+    rig: MakeRig, tmp_path: Path, end: str
 ) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
@@ -9335,9 +9303,7 @@ def timed(function: Callable[..., Any], *args: Any) -> float:
         gc.enable()
 
 
-def test_commands_inspect_prints_no_control_character(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_inspect_prints_no_control_character(tmp_path: Path, capsys: Capsys) -> None:
     """A file may come from anybody; a terminal obeys what it is sent."""
     evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\x7f\u202e"
     capture = tmp_path / "capture.jsonl"
@@ -9513,7 +9479,7 @@ def test_commands_inspect_numbers_that_are_none(number: str) -> None:
     assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
 
 
-def test_commands_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
+def test_commands_inspect_own_capture(rig: MakeRig, tmp_path: Path) -> None:
     """What the server reported counts, also against what the text suggests; losses have their
     causes."""
     path = tmp_path / "capture.jsonl"
@@ -9629,7 +9595,7 @@ def test_commands_inspect_odd_members() -> None:
 
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_commands_inspect_file_that_cannot_be_read(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     assert kvproxy.main(["inspect", str(tmp_path / name)]) == 1
     told = capsys.readouterr()
@@ -9657,9 +9623,7 @@ def test_commands_inspect_as_a_command(tmp_path: Path) -> None:
     assert started.stderr.read() == b"" and started.wait(PATIENCE) == 1
 
 
-def test_commands_inspect_reads_by_the_line_and_keeps_no_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: Patch) -> None:
     """A file of any size: rows are printed as they come, and only the findings stay."""
     line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
     left, alive, most = 200, 0, 0
@@ -9792,16 +9756,7 @@ EX_OLD_ROWS = [
         "the slot held a similar prompt, but most was read again",
         "not all kept",
     ),
-    (
-        0,
-        1000,
-        100,
-        0.9,
-        0.2,
-        250.0,
-        "a part of what the slot held was thrown away",
-        "slot cut",
-    ),
+    (0, 1000, 100, 0.9, 0.2, 250.0, "a part of what the slot held was thrown away", "slot cut"),
 ]
 
 EX_TERSE_LOG = """\
@@ -9948,10 +9903,7 @@ EX_MODELS = {
 
 
 def ex_check(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    script: Script | None,
-    key: str = "",
+    monkeypatch: Patch, capsys: Capsys, script: Script | None, key: str = ""
 ) -> tuple[int, str]:
     """(exit code, output) of `check` against a server; None: nothing listens there."""
     server = FakeServer(script)
@@ -9982,9 +9934,7 @@ def ex_answers(
     return script
 
 
-def test_commands_check_llama_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_llama_server(monkeypatch: Patch, capsys: Capsys) -> None:
     slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
     code, out = ex_check(
         monkeypatch,
@@ -10005,9 +9955,7 @@ def test_commands_check_llama_server(
     )
 
 
-def test_commands_check_of_several_slots(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_of_several_slots(monkeypatch: Patch, capsys: Capsys) -> None:
     props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
     slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
     code, out = ex_check(
@@ -10021,9 +9969,7 @@ def test_commands_check_of_several_slots(
     )
 
 
-def test_commands_check_lm_studio(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
     """It answers 200 with an error to paths that it does not know."""
     models = {
         "object": "list",
@@ -10035,9 +9981,7 @@ def test_commands_check_lm_studio(
     assert "the server does not tell" in out and "bench" in out
 
 
-def test_commands_check_of_a_server_with_a_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_of_a_server_with_a_key(monkeypatch: Patch, capsys: Capsys) -> None:
     script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
     for key in ("", "wrong"):
         code, out = ex_check(monkeypatch, capsys, script, key)
@@ -10056,18 +10000,14 @@ def test_commands_check_of_a_server_with_a_key(
     assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
 
 
-def test_commands_check_of_a_server_that_loads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_of_a_server_that_loads(monkeypatch: Patch, capsys: Capsys) -> None:
     code, out = ex_check(
         monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
     )
     assert code == 1 and "loading its model" in out
 
 
-def test_commands_check_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> None:
     code, out = ex_check(monkeypatch, capsys, None)
     assert (
         code == 1
@@ -10088,7 +10028,7 @@ def test_commands_check_without_a_server(
     ],
 )
 def test_commands_check_of_something_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: bytes
+    monkeypatch: Patch, capsys: Capsys, answer: bytes
 ) -> None:
     code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
     assert code in (0, 1) and out.startswith("URL: ")
@@ -10117,9 +10057,7 @@ def ex_render(url: str, profile: Path, *more: str) -> str:
 
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_status_page_in_a_browser(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
     """It renders, its script runs under its own policy, and it renews itself without a reload."""
     one = rig(ex_caching())
     talk, served = ex_talk(3), []
@@ -10152,7 +10090,7 @@ def test_status_page_in_a_browser(
 
 @pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
 def test_status_page_in_a_browser_when_the_proxy_is_away(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """What stands on the page is old then, and it says so."""
     one = rig(ex_caching())
@@ -10290,13 +10228,13 @@ def relay_error(answer: Answer, anthropic: bool = False) -> str:
 
 
 @pytest.fixture
-def relay_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def relay_reuse(monkeypatch: Patch) -> None:
     """Connections to the server are kept for as long as a slow machine may need."""
     monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 1000.0)
 
 
 @pytest.fixture(params=["rdhup", "peek", "select"])
-def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
     """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
     poll)."""
     if request.param == "rdhup" and not kvproxy.HUNG_UP:
@@ -10415,7 +10353,7 @@ def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_body_over_the_limit_is_refused_unread(rig: MakeRig, path: str) -> None:
     """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not
     given."""
     made = rig(max_body_mb=1)
@@ -10434,7 +10372,7 @@ def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], pa
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/tokenize"])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_relay_expect_continue(rig: Callable[..., Rig], path: bytes, framing: str) -> None:
+def test_relay_expect_continue(rig: MakeRig, path: bytes, framing: str) -> None:
     """The body is asked for before it is sent, and the server never sees Expect."""
     made = rig()
     peer = made.connect()
@@ -10472,7 +10410,7 @@ def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) 
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "identity"])
-def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: str) -> None:
+def test_relay_compressed_body_passes_unedited(rig: MakeRig, coding: str) -> None:
     stamped = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}]}'
     body = gzip.compress(stamped) if coding == "gzip" else stamped
     made = rig()
@@ -10484,9 +10422,7 @@ def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_request_body_is_streamed_where_nothing_reads_it(
-    rig: Callable[..., Rig], method: str
-) -> None:
+def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: MakeRig, method: str) -> None:
     """The server has the first part of a body before the client sends the second."""
     parts: queue.Queue[bytes] = queue.Queue()
 
@@ -10552,7 +10488,7 @@ def test_relay_body_that_cannot_be_read_passes_as_it_came(relay_rig: Rig, body: 
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_large_bodies_both_ways(rig: Callable[..., Rig]) -> None:
+def test_relay_large_bodies_both_ways(rig: MakeRig) -> None:
     """Larger than every buffer on the way, edited or not, streamed or not."""
     body = random.Random(1).randbytes(3 << 20)
     made = rig(lambda link, seen: link.reply(seen.body, kind="application/octet-stream"))
@@ -10727,13 +10663,6 @@ RELAY_TOO_LONG = [
 ]
 
 
-@relay_table("data,statuses", RELAY_TOO_LONG)
-def test_relay_too_long_head_is_refused(
-    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
-) -> None:
-    relay_refused(relay_rig, data, statuses)
-
-
 def test_relay_long_head_within_limits_passes(relay_rig: Rig) -> None:
     """60 KB in one line, and 90 lines."""
     assert relay_rig.get("/" + "a" * 60000).status == 200
@@ -10778,36 +10707,32 @@ def test_relay_options_of_the_whole_server(relay_rig: Rig) -> None:
 
 
 RELAY_BAD_LINES = [
-    ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
-    ("star with GET", b"GET * HTTP/1.1", (400,)),
-    ("no slash", b"GET models HTTP/1.1", (400,)),
-    ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
-    ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
-    ("space in the target", b"GET /a b HTTP/1.1", (400,)),
-    ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
-    ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
-    ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
-    ("two spaces", b"GET  / HTTP/1.1", (400,)),
-    ("trailing space", b"GET / HTTP/1.1 ", (400,)),
-    ("no target", b"GET  HTTP/1.1", (400,)),
-    ("no version", b"GET /", (400,)),
-    ("one word", b"GET", (400,)),
-    ("lower case version", b"GET / http/1.1", (400,)),
-    ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
-    ("HTTP 2", b"GET / HTTP/2.0", (505,)),
-    ("HTTP 3", b"GET / HTTP/3", (400, 505)),
-    ("long version", b"GET / HTTP/1.10", (400, 505)),
-    ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
-    ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
-    ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+    (name, line + b"\r\nHost: localhost\r\n\r\n", statuses)
+    for name, line, statuses in (
+        ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
+        ("star with GET", b"GET * HTTP/1.1", (400,)),
+        ("no slash", b"GET models HTTP/1.1", (400,)),
+        ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
+        ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
+        ("space in the target", b"GET /a b HTTP/1.1", (400,)),
+        ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
+        ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
+        ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
+        ("two spaces", b"GET  / HTTP/1.1", (400,)),
+        ("trailing space", b"GET / HTTP/1.1 ", (400,)),
+        ("no target", b"GET  HTTP/1.1", (400,)),
+        ("no version", b"GET /", (400,)),
+        ("one word", b"GET", (400,)),
+        ("lower case version", b"GET / http/1.1", (400,)),
+        ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
+        ("HTTP 2", b"GET / HTTP/2.0", (505,)),
+        ("HTTP 3", b"GET / HTTP/3", (400, 505)),
+        ("long version", b"GET / HTTP/1.10", (400, 505)),
+        ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
+        ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
+        ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+    )
 ]
-
-
-@relay_table("line,statuses", RELAY_BAD_LINES)
-def test_relay_bad_request_line_is_refused(
-    relay_rig: Rig, line: bytes, statuses: tuple[int, ...]
-) -> None:
-    relay_refused(relay_rig, line + b"\r\nHost: localhost\r\n\r\n", statuses)
 
 
 RELAY_NOT_HTTP = [
@@ -10825,10 +10750,9 @@ RELAY_NOT_HTTP = [
 ]
 
 
-@relay_table("data,statuses", RELAY_NOT_HTTP)
-def test_relay_what_is_not_http_is_answered_and_closed(
-    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
-) -> None:
+@relay_table("data,statuses", [*RELAY_TOO_LONG, *RELAY_BAD_LINES, *RELAY_NOT_HTTP])
+def test_relay_bad_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+    """Too long, a bad request line, or no HTTP at all."""
     relay_refused(relay_rig, data, statuses)
 
 
@@ -10968,7 +10892,7 @@ def test_relay_http_1_0_needs_no_host(relay_rig: Rig) -> None:
     assert relay_rig.raw(b"GET / HTTP/1.0\r\n\r\n").response("GET").status == 200
 
 
-def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
+def test_relay_hop_by_hop_headers_end_here(rig: MakeRig) -> None:
     """Both ways, with the names that Connection lists in any case; Authorization goes through."""
     hops = (
         "Connection: Keep-Alive, X-Hop,  x-OTHER \r\nconnection: TE\r\nX-Hop: 1\r\nX-Other: 2\r\nKeep-Alive: timeout=9\r\n"
@@ -10995,7 +10919,7 @@ def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig]) -> None:
+def test_relay_pipelined_requests_are_answered_in_order(rig: MakeRig) -> None:
     """Several in one packet, with bodies, blank lines between them as some clients send."""
     made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
     split = made.raw(b"\r")
@@ -11013,7 +10937,7 @@ def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig])
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -> None:
+def test_relay_request_sent_while_a_stream_runs_waits(rig: MakeRig) -> None:
     """Bytes of the next request do not count as a client that leaves, nor does the wait for the
     stream burn a core."""
     go = threading.Event()
@@ -11070,7 +10994,7 @@ def test_relay_connection_is_kept_or_closed_as_asked(
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig]) -> None:
+def test_relay_errors_of_the_server_keep_the_connection(rig: MakeRig) -> None:
     """They pass as they are, and the next request goes over both connections again."""
     made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
     peer = made.connect()
@@ -11081,7 +11005,7 @@ def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig])
     assert made.server.connections == 1
 
 
-def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig]) -> None:
+def test_relay_nothing_is_served_behind_a_closing_request(rig: MakeRig) -> None:
     """Nor does what stands there cost the answer."""
     made = rig(lambda link, seen: link.reply(b"x" * 200000))
     peer = made.raw(b"GET / HTTP/1.0\r\n\r\n" + b"GET /more HTTP/1.0\r\n\r\n" * 5000)
@@ -11090,7 +11014,7 @@ def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig
     assert len(made.server.seen) == 1
 
 
-def test_relay_refusal_lets_the_client_finish_sending(rig: Callable[..., Rig]) -> None:
+def test_relay_refusal_lets_the_client_finish_sending(rig: MakeRig) -> None:
     """A close with bytes unread would be a reset, and many clients would not read the answer
     then."""
     made = rig()
@@ -11113,7 +11037,7 @@ RELAY_SLOW = [  # what was asked before, what comes then, what is answered
 ]
 
 
-def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
+def test_relay_slow_heads_are_given_up(rig: MakeRig) -> None:
     """One that is begun is answered; a connection on which nothing came is just closed."""
     made = rig(header_timeout=0.1)
     peers = []
@@ -11130,7 +11054,7 @@ def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
         assert peer.ended()
 
 
-def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
+def test_relay_dripping_head_is_given_up(rig: MakeRig) -> None:
     """A byte now and then does not put the deadline off."""
     made = rig(header_timeout=0.1)
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -11143,9 +11067,7 @@ def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
         thread.join()
 
 
-def test_relay_idle_connection_and_idle_body_are_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_idle_connection_and_idle_body_are_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
     monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
     made = rig()
@@ -11188,7 +11110,7 @@ def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threadi
     ],
 )
 def test_relay_dripping_body_is_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, start: bytes, head: bytes, data: bytes
+    rig: MakeRig, monkeypatch: Patch, start: bytes, head: bytes, data: bytes
 ) -> None:
     """However a body comes, it has a minute for each MB, and a minute at least."""
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.05)
@@ -11209,9 +11131,7 @@ def relay_holds(made: Rig, size: int) -> bool:
     return made.proxy.server is not None and made.proxy.server.held >= size
 
 
-def test_relay_long_body_has_the_time_of_its_length(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_long_body_has_the_time_of_its_length(rig: MakeRig, monkeypatch: Patch) -> None:
     """Three MB may take three times as long as one."""
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 100.0)
     clock, now = kvproxy.time.monotonic, [0.0]
@@ -11227,7 +11147,7 @@ def test_relay_long_body_has_the_time_of_its_length(
     assert peer.response().status == 200
 
 
-def test_server_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
+def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
     """Beyond it 503, and the clients may try again; what is answered makes room."""
     go = threading.Event()
 
@@ -11256,7 +11176,7 @@ def test_server_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
     assert made.post("/v1/chat/completions", body).status == 200
 
 
-def test_server_bodies_in_flight_follow_the_limit_of_one(rig: Callable[..., Rig]) -> None:
+def test_server_bodies_in_flight_follow_the_limit_of_one(rig: MakeRig) -> None:
     assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
 
 
@@ -11300,7 +11220,7 @@ RELAY_BAD_ANSWERS = [
 
 
 @relay_table("data,end", RELAY_BAD_ANSWERS)
-def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes, end: str) -> None:
+def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) -> None:
     """One attempt, a 502 that says so in the API's style, and the connection to the server is not
     used again."""
     made = rig(relay_says(data, end=end))
@@ -11330,7 +11250,7 @@ def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes,
     ],
 )
 def test_relay_server_that_is_not_there(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, set_url: bool, path: str, body: bytes
+    rig: MakeRig, monkeypatch: Patch, set_url: bool, path: str, body: bytes
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -11344,7 +11264,7 @@ def test_relay_server_that_is_not_there(
     assert made.get("/kvproxy/health").status in (200, 503)
 
 
-def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
+def test_relay_server_that_restarts(rig: MakeRig) -> None:
     """An error while it is away, and the answer of the new one afterwards."""
     made = rig()
     assert made.get("/").status == 200
@@ -11360,7 +11280,7 @@ def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x"])
-def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_server_that_hangs(rig: MakeRig, path: str) -> None:
     """504 after READ_TIMEOUT, and the server sees the connection end."""
     ended = threading.Event()
     made = rig(relay_until_the_end(ended), read_timeout=0.1)
@@ -11370,7 +11290,7 @@ def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
     assert ended.wait(PATIENCE)
 
 
-def test_relay_server_that_takes_no_body(rig: Callable[..., Rig]) -> None:
+def test_relay_server_that_takes_no_body(rig: MakeRig) -> None:
     """It neither reads nor answers."""
     ended = threading.Event()
     made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
@@ -11382,7 +11302,7 @@ def test_relay_server_that_takes_no_body(rig: Callable[..., Rig]) -> None:
     ended.set()
 
 
-def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
+def test_relay_server_whose_queue_is_full(rig: MakeRig) -> None:
     """No connection within CONNECT_TIMEOUT."""
     if not os.path.exists("/proc/net"):
         pytest.skip("the queue of a listening socket is filled as on Linux")
@@ -11415,7 +11335,7 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.usefixtures("relay_reuse")
 def test_relay_interim_answers_are_not_the_answer(
-    rig: Callable[..., Rig], interim: bytes, split: bool
+    rig: MakeRig, interim: bytes, split: bool
 ) -> None:
     data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
     made = rig(
@@ -11430,7 +11350,7 @@ def test_relay_interim_answers_are_not_the_answer(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_interim_answer_does_not_stop_the_body(rig: MakeRig, path: str) -> None:
     """It comes while most of the body is still on the way."""
     body = b"x" * RELAY_LARGE
 
@@ -11450,7 +11370,7 @@ def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], pa
 @pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 413), ("/files", 401)])
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_answer_before_the_body_is_read(
-    rig: Callable[..., Rig], path: str, status: int, end: str
+    rig: MakeRig, path: str, status: int, end: str
 ) -> None:
     """The answer arrives; what is left of the body is not taken for a request, here or there."""
 
@@ -11486,7 +11406,7 @@ def test_relay_answer_before_the_body_is_read(
 
 @pytest.mark.parametrize("part", [b"", b"half of the bo"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: bytes) -> None:
+def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> None:
     """The client sends no more: the answer must not wait for it, and the connection cannot be used
     again."""
     made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
@@ -11497,9 +11417,7 @@ def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: 
     assert peer.ended()
 
 
-def test_server_environment_does_not_redirect(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_environment_does_not_redirect(rig: MakeRig, monkeypatch: Patch) -> None:
     """A proxy that is set for the web is not used for the server; the name localhost means where it
     listens."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -11511,7 +11429,7 @@ def test_server_environment_does_not_redirect(
     assert server.seen[0].get("Host") == f"localhost:{server.port}"
 
 
-def test_server_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
+def test_server_descriptors_above_1023(rig: MakeRig) -> None:
     """select() cannot take them."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -11536,25 +11454,6 @@ def test_server_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
-    """Keys in the query, in headers or in the body, of good, refused and failing requests."""
-    made = rig(lambda link, seen: link.close(), log_level="debug")
-    for data in (
-        b"GET /a?key=s3cret HTTP/1.1",
-        b"GET /a?key=s3cret HTTP/9.1",
-        b"GET /a?key=s3cret b HTTP/1.1",
-    ):
-        made.raw(data + b"\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n").response(
-            "GET"
-        )
-    made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: s3cret\x00\r\n\r\n").response(
-        "GET"
-    )
-    made.post("/v1/messages?key=s3cret", b'{"system":"s3cret"}', "x-api-key: s3cret\r\n")
-    wait_for(lambda: len(made.log.lines) >= 5, "a line for each")
-    assert "s3cret" not in "\n".join(made.log.lines)
-
-
 # --- connections that are used again --------------------------------------------------------------
 
 
@@ -11575,7 +11474,7 @@ def relay_closing(*answers: bytes | None) -> Script:
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -> None:
+def test_relay_connection_to_the_server_is_used_again(rig: MakeRig) -> None:
     made = rig()
     for path in ("/v1/chat/completions", "/v1/messages"):
         assert made.post(path, RELAY_HELLO).status == 200
@@ -11590,9 +11489,7 @@ def test_relay_connection_to_the_server_is_used_again(rig: Callable[..., Rig]) -
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_kept_after_a_stream_of_llama_server(
-    rig: Callable[..., Rig],
-) -> None:
+def test_relay_connection_is_not_kept_after_a_stream_of_llama_server(rig: MakeRig) -> None:
     """It says keep-alive and closes; what were sent on it would be sent in vain."""
     made = rig()
     for _ in range(2):
@@ -11604,9 +11501,7 @@ def test_relay_connection_is_not_kept_after_a_stream_of_llama_server(
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_on_a_stale_connection_is_repeated_once(
-    rig: Callable[..., Rig], method: str
-) -> None:
+def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, method: str) -> None:
     """The server closes a used connection on a request without a byte of an answer: it goes out
     again, on a new one."""
     made = rig(relay_closing(None, b""))
@@ -11634,7 +11529,7 @@ RELAY_NO_REPEAT = [
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_is_repeated_once_however_many_are_stale(rig: Callable[..., Rig]) -> None:
+def test_relay_request_is_repeated_once_however_many_are_stale(rig: MakeRig) -> None:
     together = threading.Barrier(3)
 
     def script(link: Link, seen: Seen) -> None:
@@ -11654,7 +11549,7 @@ def test_relay_request_is_repeated_once_however_many_are_stale(rig: Callable[...
 @relay_table("answers,count", RELAY_NO_REPEAT)
 @pytest.mark.usefixtures("relay_reuse")
 def test_relay_request_is_not_repeated_when_it_may_have_run(
-    rig: Callable[..., Rig], answers: list[bytes | None], count: int
+    rig: MakeRig, answers: list[bytes | None], count: int
 ) -> None:
     made = rig(relay_closing(*answers))
     for answer in answers:
@@ -11668,7 +11563,7 @@ def test_relay_request_is_not_repeated_when_it_may_have_run(
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[..., Rig]) -> None:
+def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: MakeRig) -> None:
     made = rig(relay_closing(None, RELAY_OK_HEAD + b"Content-Length: 10\r\n\r\nhalf"))
     assert made.get("/").status == 200
     relay_pooled(made)
@@ -11705,9 +11600,7 @@ def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: Callable[...
     ],
 )
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_that_must_not_be_used_again(
-    rig: Callable[..., Rig], answer: bytes
-) -> None:
+def test_relay_connection_that_must_not_be_used_again(rig: MakeRig, answer: bytes) -> None:
     made = rig(relay_says(answer))
     for _ in range(3):
         assert made.get("/").body == (b"" if b" 204 " in answer else b"ok")
@@ -11715,7 +11608,7 @@ def test_relay_connection_that_must_not_be_used_again(
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_without_a_request_is_nobodys(rig: Callable[..., Rig]) -> None:
+def test_relay_answer_without_a_request_is_nobodys(rig: MakeRig) -> None:
     """Bytes that come on an idle connection are not the next request's answer."""
     made = rig()
     assert made.get("/").status == 200
@@ -11730,7 +11623,7 @@ def test_relay_answer_without_a_request_is_nobodys(rig: Callable[..., Rig]) -> N
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_used_beyond_its_time(rig: Callable[..., Rig]) -> None:
+def test_relay_connection_is_not_used_beyond_its_time(rig: MakeRig) -> None:
     made = rig()
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert peer.response("GET").status == 200
@@ -11741,7 +11634,7 @@ def test_relay_connection_is_not_used_beyond_its_time(rig: Callable[..., Rig]) -
 
 
 def test_relay_idle_connections_to_the_server_are_closed_in_time(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, monkeypatch: Patch
 ) -> None:
     """Before the server closes them, and without another request that would notice."""
     monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.05)
@@ -11767,7 +11660,7 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
 )  # fmt: skip
 @pytest.mark.usefixtures("relay_reuse")
 def test_relay_answers_without_a_body(
-    rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]
+    rig: MakeRig, method: str, data: bytes, lines: list[bytes]
 ) -> None:
     """Headers as they came, nothing added, and the next answer begins right behind."""
     made = rig(relay_says(data))
@@ -11781,7 +11674,7 @@ def test_relay_answers_without_a_body(
     assert not peer.buf
 
 
-def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Rig]) -> None:
+def test_relay_response_headers_keep_order_case_and_number(rig: MakeRig) -> None:
     lines = [
         b"Server: llama.cpp", b"Date: never", b"Set-Cookie: a=b", b"X-Twice: 1", b"set-cookie: c=d; Path=/", b"x-TWICE: 2",
         b"WWW-Authenticate: Basic", b"X-Latin: \xe9", b"X-Empty: ", b"Access-Control-Allow-Origin: *", b"Content-Length: 2",
@@ -11795,9 +11688,7 @@ def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Ri
 @pytest.mark.parametrize(
     "listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"]
 )
-def test_relay_servers_connection_cannot_drop_the_framing(
-    rig: Callable[..., Rig], listed: str
-) -> None:
+def test_relay_servers_connection_cannot_drop_the_framing(rig: MakeRig, listed: str) -> None:
     made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
     answer = made.get("/")
     assert answer.body == b"hello" and answer.get("Content-Length") == "5"
@@ -11820,7 +11711,7 @@ RELAY_CHUNK_STREAMS = [
 @pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
 @relay_table("coded", RELAY_CHUNK_STREAMS)
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, coded: bytes) -> None:
+def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) -> None:
     """However they are cut into packets, the end is seen, and both connections can be used
     again."""
     pieces = (
@@ -11849,7 +11740,7 @@ def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, cod
     assert made.server.connections == 1
 
 
-def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
+def test_relay_chunked_wins_over_a_length(rig: MakeRig) -> None:
     made = rig(
         relay_says(
             RELAY_OK_HEAD
@@ -11878,7 +11769,7 @@ def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
 )
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_relay_http_1_0_clients_never_get_chunks(
-    rig: Callable[..., Rig], version: bytes, data: bytes, end: str, body: bytes
+    rig: MakeRig, version: bytes, data: bytes, end: str, body: bytes
 ) -> None:
     made = rig(relay_says(data, end=end))
     peer = made.raw(b"GET / HTTP/%s\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" % version)
@@ -11921,9 +11812,7 @@ RELAY_CUTS = [
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @relay_table("data,end", RELAY_CUTS)
-def test_relay_cut_answer_looks_cut(
-    rig: Callable[..., Rig], version: bytes, data: bytes, end: str
-) -> None:
+def test_relay_cut_answer_looks_cut(rig: MakeRig, version: bytes, data: bytes, end: str) -> None:
     """No last chunk, no plain end where only the end would tell: the client cannot take it for the
     whole answer."""
     through = threading.Event()
@@ -11959,7 +11848,7 @@ def test_relay_cut_answer_looks_cut(
     assert made.finished(1)[0].fault.startswith("cut")
 
 
-def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
+def test_relay_cut_before_anything_was_sent(rig: MakeRig) -> None:
     """The head alone came, then the end: the client gets an error, or a head whose body is
     missing."""
     for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
@@ -11977,7 +11866,7 @@ def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("framing", ["chunked", "length", "close"])
 def test_relay_every_event_arrives_before_the_next_is_sent(
-    rig: Callable[..., Rig], framing: str, version: bytes
+    rig: MakeRig, framing: str, version: bytes
 ) -> None:
     """The head alone arrives as well, before there is an event."""
     events = [
@@ -12028,7 +11917,7 @@ def test_relay_every_event_arrives_before_the_next_is_sent(
         assert peer.ended()
 
 
-def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
+def test_relay_slow_reader_stops_the_server(rig: MakeRig) -> None:
     """Nothing piles up in the proxy: the server cannot send more than the sockets' buffers hold."""
     blocked = threading.Event()
     sent = [0]
@@ -12062,9 +11951,7 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
     assert answer.body == block * (len(answer.body) // len(block)) and answer.body
 
 
-def test_relay_reader_that_stops_for_good_is_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_reader_that_stops_for_good_is_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
     """Its slot is freed after a while."""
     monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.1)
 
@@ -12100,7 +11987,7 @@ def relay_watch(made: Rig, ended: threading.Event) -> None:
 )
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_client_that_leaves_ends_the_request(
-    rig: Callable[..., Rig], phase: str, path: str, how: str
+    rig: MakeRig, phase: str, path: str, how: str
 ) -> None:
     ended = threading.Event()
 
@@ -12130,9 +12017,7 @@ def test_relay_client_that_leaves_ends_the_request(
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_relay_client_that_leaves_with_a_request_pipelined(
-    rig: Callable[..., Rig], how: str
-) -> None:
+def test_relay_client_that_leaves_with_a_request_pipelined(rig: MakeRig, how: str) -> None:
     """Unread bytes of its next request do not hide that it is gone."""
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"hello"))
@@ -12148,7 +12033,7 @@ def test_relay_client_that_leaves_with_a_request_pipelined(
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 def test_relay_client_that_leaves_while_the_proxy_connects(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, how: str
+    rig: MakeRig, monkeypatch: Patch, how: str
 ) -> None:
     """The model is not troubled with the request any more."""
     connecting, go = threading.Event(), threading.Event()
@@ -12181,7 +12066,7 @@ def test_relay_client_that_leaves_while_the_proxy_connects(
     ],
 )
 def test_relay_client_that_leaves_while_a_large_body_is_sent(
-    rig: Callable[..., Rig], relay_waits: str, path: str, how: str
+    rig: MakeRig, relay_waits: str, path: str, how: str
 ) -> None:
     """The server does not read it, so the proxy is in the middle of sending."""
     if relay_waits == "select" and path == "/files":
@@ -12216,7 +12101,7 @@ def test_relay_client_that_leaves_while_a_large_body_is_sent(
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_client_that_leaves_in_its_body(rig: Callable[..., Rig]) -> None:
+def test_relay_client_that_leaves_in_its_body(rig: MakeRig) -> None:
     """On a path where the body is passed on as it comes, the server sees the end."""
     ended = threading.Event()
 
@@ -12233,7 +12118,7 @@ def test_relay_client_that_leaves_in_its_body(rig: Callable[..., Rig]) -> None:
     relay_watch(made, ended)
 
 
-def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[..., Rig]) -> None:
+def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: MakeRig) -> None:
     ended = threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
@@ -12251,9 +12136,7 @@ def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[...
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_relay_client_that_leaves_a_stream_that_never_pauses(
-    rig: Callable[..., Rig], how: str
-) -> None:
+def test_relay_client_that_leaves_a_stream_that_never_pauses(rig: MakeRig, how: str) -> None:
     """The server sends as fast as it can."""
     ended = threading.Event()
 
@@ -12281,7 +12164,7 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(
 # --- many connections, start and stop -------------------------------------------------------------
 
 
-def test_server_too_many_requests_at_a_time(rig: Callable[..., Rig]) -> None:
+def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
     """As long as all connections have a request that runs, more are answered with 503."""
     ended = threading.Event()
 
@@ -12321,7 +12204,7 @@ RELAY_UNSENT = {
 
 
 @pytest.mark.parametrize("unsent", list(RELAY_UNSENT))
-def test_server_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: str) -> None:
+def test_server_slow_clients_give_way_to_others(rig: MakeRig, unsent: str) -> None:
     """When all places are taken, the client that has let the proxy wait for longest loses its one;
     requests that run are not touched."""
     go = threading.Event()
@@ -12356,9 +12239,7 @@ def test_server_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent:
     running.until(b"\r\n0\r\n\r\n")
 
 
-def test_server_no_thread_for_a_connection(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
     def refuse(*_: Any) -> None:
@@ -12372,9 +12253,7 @@ def test_server_no_thread_for_a_connection(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
-def test_server_no_descriptor_does_not_spin(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
     """accept() fails again and again while the connection waits: there is a pause each time, and
     then it is served."""
     made = rig()
@@ -12394,9 +12273,7 @@ def test_server_no_descriptor_does_not_spin(
     assert calls[0] == 6
 
 
-def test_server_no_descriptor_for_the_server(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
     def failing() -> Any:
@@ -12408,7 +12285,7 @@ def test_server_no_descriptor_for_the_server(
     relay_error(answer)
 
 
-def test_server_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
+def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     """Idle connections end at once, no new one is taken, a stream is drained."""
     go = threading.Event()
 
@@ -12446,7 +12323,7 @@ def test_server_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
     assert not stopper.is_alive()
 
 
-def test_server_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
+def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"one"))
     peer = made.raw(RELAY_POST)
@@ -12458,27 +12335,19 @@ def test_server_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
         assert not peer.rest().endswith(b"0\r\n\r\n")
 
 
-def test_server_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
-    """Again and again, stopping twice included; the port is free afterwards, and no thread is
-    left."""
+def test_server_start_and_stop_from_other_threads(rig: MakeRig, tmp_path: Path) -> None:
+    """Again and again, stopping twice included; the port is free afterwards, and no thread is left,
+    nor that of a warm-up."""
     made = rig()
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
-    def cycle() -> None:
-        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, log_level="error"))
+    def cycle(number: int) -> None:
+        settings = {"warmup_file": str(tmp_path / f"{number}"), "log_level": "error"}
+        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, **settings))  # type: ignore[arg-type]
         for _ in range(2):
             proxy.start()
             port = int(proxy.url.rsplit(":", 1)[1])
-            with contextlib.closing(
-                socket.create_connection(("127.0.0.1", port), PATIENCE)
-            ) as sock:
-                assert (
-                    Peer(sock)
-                    .send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                    .response("GET")
-                    .status
-                    == 200
-                )
+            assert models_through(proxy) == 200
             proxy.stop(1)
             proxy.stop(1)
             with pytest.raises(OSError):
@@ -12486,16 +12355,21 @@ def test_server_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> No
         done.append(port)
 
     done: list[int] = []
-    threads = [threading.Thread(target=cycle) for _ in range(4)]
+    threads = [threading.Thread(target=cycle, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
     assert len(done) == 4
-    wait_for(lambda: threading.active_count() <= before + 1, "the threads to end")
+
+    def left() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [thread.name for thread in threads if "kvproxy" in thread.name]
+
+    wait_for(lambda: not left(), "the threads to end")
 
 
-def test_server_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -> None:
+def test_server_two_proxies_know_nothing_of_each_other(rig: MakeRig) -> None:
     one = rig(lambda link, seen: link.reply(b"one"))
     two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
     big = b"x" * (2 << 20)
@@ -12504,15 +12378,7 @@ def test_server_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) 
     assert two.get("/").body == b"two"
 
 
-def test_server_port_that_is_taken(rig: Callable[..., Rig]) -> None:
-    made = rig()
-    with pytest.raises(OSError) as caught:
-        Proxy(Config(listen_port=made.port, backend_url=made.server.url)).start()
-    assert caught.value.errno == errno.EADDRINUSE
-    relay_alive(made)
-
-
-def test_server_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
+def test_server_listens_on_ipv6(rig: MakeRig) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -12573,9 +12439,7 @@ def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def relay_tls(
-    rig: Callable[..., Rig], relay_certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Rig]:
+def relay_tls(rig: MakeRig, relay_certificate: Path, monkeypatch: Patch) -> MakeRig:
     """Makes rigs whose server speaks TLS."""
     monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -12588,7 +12452,7 @@ def relay_tls(
 
 
 @pytest.mark.usefixtures("relay_reuse")
-def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
+def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
     """Larger than a TLS record and every buffer, both ways; connections are used again."""
     body = random.Random(2).randbytes(6 << 20)
 
@@ -12608,7 +12472,7 @@ def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.parametrize("phase", ["before the head", "between events"])
-def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str) -> None:
+def test_relay_tls_client_that_leaves(relay_tls: MakeRig, phase: str) -> None:
     """TLS has messages of its own (session tickets) that must not be waited on."""
     ended = threading.Event()
     made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
@@ -12620,9 +12484,7 @@ def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str)
     relay_watch(made, ended)
 
 
-def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
-    relay_tls: Callable[..., Rig],
-) -> None:
+def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: MakeRig) -> None:
     go = threading.Event()
     made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
     peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % RELAY_LARGE + b"x" * RELAY_LARGE)
@@ -12632,13 +12494,13 @@ def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
     go.set()
 
 
-def test_relay_tls_server_that_hangs(relay_tls: Callable[..., Rig]) -> None:
+def test_relay_tls_server_that_hangs(relay_tls: MakeRig) -> None:
     made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.1)
     assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig], path: str) -> None:
+def test_relay_tls_answer_before_the_body_is_read(relay_tls: MakeRig, path: str) -> None:
     def script(link: Link, seen: Seen) -> None:
         link.reply({"error": "early"}, 413)
         link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
@@ -12657,7 +12519,7 @@ def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig],
 
 
 def test_relay_tls_certificate_is_checked(
-    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    relay_tls: MakeRig, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
     made = relay_tls()
@@ -12667,9 +12529,7 @@ def test_relay_tls_certificate_is_checked(
     assert not made.server.seen
 
 
-def test_relay_tls_context_is_built_once(
-    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_tls_context_is_built_once(relay_tls: MakeRig, monkeypatch: Patch) -> None:
     """It takes 20 ms, more than the whole rest of a request."""
     built = []
     load = ssl.SSLContext.load_default_certs
@@ -12854,9 +12714,7 @@ def relay_left_over() -> dict[str, int]:
     return found
 
 
-def test_server_leaves_nothing_for_the_garbage_collector(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_leaves_nothing_for_the_garbage_collector(rig: MakeRig, monkeypatch: Patch) -> None:
     """What a request held is free when it ends, also on a connection that stays open: bodies are
     large, and the collector seldom looks."""
     monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.1)  # a kept connection holds its last answer
@@ -12887,7 +12745,7 @@ def test_server_leaves_nothing_for_the_garbage_collector(
         )
 
 
-def test_server_many_faults(rig: Callable[..., Rig]) -> None:
+def test_server_many_faults(rig: MakeRig) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
     each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
@@ -12989,9 +12847,7 @@ def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_commands_demo_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
     """It asks no name server, which can take long on a machine without a network."""
     monkeypatch.setattr(socket, "getfqdn", None)
     assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
@@ -13003,9 +12859,7 @@ def test_commands_demo_json(
 
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
-def test_commands_demo_refuses_senseless_numbers(
-    option: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_demo_refuses_senseless_numbers(option: list[str], capsys: Capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         kvproxy.main(["demo", *option])
     assert ended.value.code == 2 and option[0] in capsys.readouterr().err
@@ -13041,7 +12895,7 @@ class PrefixCache:
 
 
 @pytest.fixture
-def bench_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+def bench_server(monkeypatch: Patch) -> Iterator[FakeServer]:
     server = FakeServer(PrefixCache())
     monkeypatch.setenv("BACKEND_URL", server.url + "/v1")  # the prefix must not be doubled
     yield server
@@ -13054,9 +12908,7 @@ def system_of(seen: Seen) -> str:
     return text
 
 
-def test_commands_bench_against_a_server(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsys) -> None:
     assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
     told = capsys.readouterr()
     assert told.err == ""
@@ -13080,18 +12932,14 @@ def test_commands_bench_against_a_server(
     assert not any("message_id" in system_of(seen) for seen in through)
 
 
-def test_commands_bench_shows_the_servers_key(
-    bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
     assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
     assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
 
 
-def test_commands_bench_heads_are_never_the_same(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_bench_heads_are_never_the_same(bench_server: FakeServer, capsys: Capsys) -> None:
     """Else a second run, or the second half of a run, would find its prompt in the server's
     cache."""
     for _ in range(2):
@@ -13105,7 +12953,7 @@ def test_commands_bench_heads_are_never_the_same(
     assert max(reused) < 60
 
 
-def test_commands_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_bench_json(bench_server: FakeServer, capsys: Capsys) -> None:
     assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["simulated"] is False and told["ratio"] > 3
@@ -13115,7 +12963,7 @@ def test_commands_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFix
 
 
 def test_commands_bench_against_a_server_without_numbers(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+    bench_server: FakeServer, capsys: Capsys
 ) -> None:
     bench_server.script = PrefixCache(numbers=False)
     assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
@@ -13125,7 +12973,7 @@ def test_commands_bench_against_a_server_without_numbers(
 
 @pytest.mark.parametrize("json_wanted", [False, True])
 def test_commands_bench_without_a_backend(
-    json_wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    json_wanted: bool, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("BACKEND_URL", url)
@@ -13135,9 +12983,7 @@ def test_commands_bench_without_a_backend(
     assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
 
 
-def test_commands_bench_without_any_backend(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_bench_without_any_backend(monkeypatch: Patch, capsys: Capsys) -> None:
     monkeypatch.delenv("BACKEND_URL", raising=False)
     monkeypatch.setattr(kvproxy, "CANDIDATES", (f"http://127.0.0.1:{free_port()}",))
     assert kvproxy.main(["bench"]) == 1
@@ -13146,7 +12992,7 @@ def test_commands_bench_without_any_backend(
 
 
 def test_commands_bench_tells_of_a_run_that_breaks_off(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+    bench_server: FakeServer, capsys: Capsys
 ) -> None:
     count, good = itertools.count(1), PrefixCache()
 
@@ -13216,14 +13062,14 @@ def is_warm(seen: Seen) -> bool:
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch: Patch) -> None:
     """A warm-up that looks often, so that nobody waits."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     monkeypatch.setattr(kvproxy.Warmup, "AWAY_WAIT", 0.02)
 
 
 @pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_hand(monkeypatch: Patch) -> None:
     """A warm-up that does nothing of its own accord: the test calls step()."""
 
     def run(self: kvproxy.Warmup) -> None:
@@ -13233,9 +13079,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
 
 
-def fill(
-    rig: Callable[..., Rig], path: Path, *users: str, dialect: str = "chat", **settings: Any
-) -> None:
+def fill(rig: MakeRig, path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
     """Leave a WARMUP_FILE behind with a head for each system prompt."""
     first = rig(warmup_file=str(path), **settings)
     for user in users:
@@ -13252,7 +13096,7 @@ def fill(
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_warmup_file_holds_heads_without_user_text(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, dialect: str
+    rig: MakeRig, by_hand: None, tmp_path: Path, dialect: str
 ) -> None:
     path = tmp_path / "warm.json"
     one = rig(warmup_file=str(path))
@@ -13284,7 +13128,7 @@ def test_warmup_file_holds_heads_without_user_text(
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_warmup_head_is_what_the_next_conversation_begins_with(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
 ) -> None:
     """After a restart, on another day, from a client that writes its tools in another order of keys
     and of tools."""
@@ -13307,7 +13151,7 @@ def test_warmup_head_is_what_the_next_conversation_begins_with(
 
 
 def test_warmup_keeps_the_most_recently_used_heads(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     """In memory and in the file alike: a head that is used again moves to the end of both."""
     path = tmp_path / "warm.json"
@@ -13334,7 +13178,7 @@ def test_warmup_keeps_the_most_recently_used_heads(
 
 
 def test_warmup_keeps_its_file_when_a_request_comes_at_once(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A request that is served before the file was read would write it anew, without the heads of
     the last run."""
@@ -13363,9 +13207,7 @@ def test_warmup_keeps_its_file_when_a_request_comes_at_once(
     assert len(json.loads(path.read_text())) == 2
 
 
-def test_warmup_reads_no_more_heads_than_set(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_reads_no_more_heads_than_set(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
     one = rig(warmup_file=str(path), warmup_heads=2)
@@ -13383,7 +13225,7 @@ def warm_rounds(one: Rig, count: int) -> None:
 
 
 def test_warmup_sends_each_head_once_one_at_a_time(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
@@ -13416,7 +13258,7 @@ def test_warmup_sends_each_head_once_one_at_a_time(
     assert logged == []  # at the level "error"
 
 
-def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_is_logged(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path), log_level="info")
@@ -13429,9 +13271,7 @@ def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) 
     assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
 
 
-def test_warmup_waits_while_a_client_is_served(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
-) -> None:
+def test_warmup_waits_while_a_client_is_served(rig: MakeRig, by_hand: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     release = threading.Event()
@@ -13455,7 +13295,7 @@ def test_warmup_waits_while_a_client_is_served(
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
 def test_warmup_is_given_up_for_a_client(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, begun: bool
+    rig: MakeRig, eager: None, tmp_path: Path, begun: bool
 ) -> None:
     """The server sees the hang-up, the client does not wait, and what was not read is read
     later."""
@@ -13497,7 +13337,7 @@ class WarmReading:
     the proxy gives it up."""
 
     def __init__(
-        self, rig: Callable[..., Rig], path: Path, dialect: str = "chat", status: int = 200, **settings: Any
+        self, rig: MakeRig, path: Path, dialect: str = "chat", status: int = 200, **settings: Any
     ) -> None:  # fmt: skip
         fill(rig, path, "Ann", dialect=dialect)
         self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
@@ -13543,7 +13383,7 @@ def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_warmup_holds_a_request_that_begins_with_the_head(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
 ) -> None:
     """The server would give it another slot and read everything once more."""
     one = WarmReading(rig, tmp_path / "warm.json", dialect)
@@ -13589,7 +13429,7 @@ def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
     ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
 )  # fmt: skip
 def test_warmup_stops_for_a_request_that_begins_otherwise(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, kind: str
+    rig: MakeRig, eager: None, tmp_path: Path, kind: str
 ) -> None:
     one = WarmReading(rig, tmp_path / "warm.json")
     path, body = warm_other(kind)
@@ -13599,7 +13439,7 @@ def test_warmup_stops_for_a_request_that_begins_otherwise(
 
 
 def test_warmup_goes_on_while_others_need_no_model(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     """Looks at the server, counts of tokens, and a body that is still on its way."""
     one = WarmReading(rig, tmp_path / "warm.json")
@@ -13618,7 +13458,7 @@ def test_warmup_goes_on_while_others_need_no_model(
 
 @pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
 def test_warmup_hold_ends_when_the_client_leaves(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, more: bytes
+    rig: MakeRig, eager: None, tmp_path: Path, more: bytes
 ) -> None:
     """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
     if more and not kvproxy.HUNG_UP:
@@ -13638,7 +13478,7 @@ def test_warmup_hold_ends_when_the_client_leaves(
 
 @pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
 def test_warmup_hold_ends_with_the_reading(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, how: str
+    rig: MakeRig, eager: None, tmp_path: Path, how: str
 ) -> None:
     """Whatever becomes of it, the client's request is forwarded."""
     settings = {"read_timeout": 0.5} if how == "timeout" else {}
@@ -13658,9 +13498,7 @@ def test_warmup_hold_ends_with_the_reading(
     one.answer.set()
 
 
-def test_warmup_that_a_client_waits_for_goes_on(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_that_a_client_waits_for_goes_on(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """Another request is forwarded beside it: what is read is that client's own prompt."""
     one = WarmReading(rig, tmp_path / "warm.json")
     held = one.send(PATHS["chat"], warm_ann("chat"))
@@ -13710,7 +13548,7 @@ class WarmSlots:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_warmup_is_read_once_with_any_number_of_slots(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, slots: int
+    rig: MakeRig, eager: None, tmp_path: Path, slots: int
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -13730,7 +13568,7 @@ def test_warmup_is_read_once_with_any_number_of_slots(
 
 
 def test_warmup_leaves_out_what_a_client_has_sent(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13744,7 +13582,7 @@ def test_warmup_leaves_out_what_a_client_has_sent(
 
 
 def test_warmup_waits_for_a_server_that_is_not_there_yet(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -13761,9 +13599,7 @@ def test_warmup_waits_for_a_server_that_is_not_there_yet(
         server.close()
 
 
-def test_warmup_again_after_the_server_was_away(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_again_after_the_server_was_away(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """A client's request finds it away; nobody asks before."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13780,9 +13616,7 @@ def test_warmup_again_after_the_server_was_away(
         again.close()
 
 
-def test_warmup_waits_while_the_server_loads(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_waits_while_the_server_loads(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     loading = threading.Event()
@@ -13802,7 +13636,7 @@ def test_warmup_waits_while_the_server_loads(
 
 
 def test_warmup_drops_a_head_that_the_server_refuses(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of
     others."""
@@ -13822,7 +13656,7 @@ def test_warmup_drops_a_head_that_the_server_refuses(
 
 
 def test_warmup_waits_for_the_key_that_a_client_brings(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13849,7 +13683,7 @@ def test_warmup_waits_for_the_key_that_a_client_brings(
     ]
 
 
-def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_hand: None) -> None:
+def test_warmup_keepalive_repeats_the_newest_head(rig: MakeRig, by_hand: None) -> None:
     one = rig(keepalive_seconds=100)
     key = "Authorization: Bearer sesame\r\n"
     for name in ("Ann", "Bob"):
@@ -13868,7 +13702,7 @@ def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_ha
     assert len(warm_posts(one.server)) == 2
 
 
-def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
+def test_warmup_is_off_by_default(rig: MakeRig) -> None:
     one = rig()
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
     one.finished(1)
@@ -13891,7 +13725,7 @@ def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
     ids=["no head", "counting", "no dialect", "side request"],
 )  # fmt: skip
 def test_warmup_remembers_conversations_only(
-    rig: Callable[..., Rig], by_hand: None, path: str, body: Any
+    rig: MakeRig, by_hand: None, path: str, body: Any
 ) -> None:
     one = rig(keepalive_seconds=1)
     assert one.post(path, body).status == 200
@@ -13899,7 +13733,7 @@ def test_warmup_remembers_conversations_only(
     assert not one.proxy.warmup.heads
 
 
-def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_hand: None) -> None:
+def test_warmup_forgets_answers_that_were_errors(rig: MakeRig, by_hand: None) -> None:
     one = rig(lambda link, seen: link.reply({"error": {}}, 500), keepalive_seconds=1)
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 500
     one.finished(1)
@@ -13925,7 +13759,7 @@ def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_han
     ],
 )
 def test_warmup_survives_any_file(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes
+    rig: MakeRig, eager: None, tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "warm.json"
     path.write_bytes(content)
@@ -13942,7 +13776,7 @@ def test_warmup_survives_any_file(
 
 
 def test_warmup_file_that_cannot_be_written_is_told_once(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -13959,7 +13793,7 @@ def test_warmup_file_that_cannot_be_written_is_told_once(
 
 
 def test_warmup_file_written_by_many_threads_stays_whole(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning")
@@ -13979,7 +13813,7 @@ def test_warmup_file_written_by_many_threads_stays_whole(
     assert os.listdir(tmp_path) == ["warm.json"]
 
 
-def test_warmup_ends_with_the_proxy(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_ends_with_the_proxy(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """A stop in the middle of a warm-up hangs up too."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -14041,7 +13875,7 @@ def custom_form(age: int, text: str) -> str:
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
 def test_server_conversation_header_is_stable_and_tells_nothing(
-    rig: Callable[..., Rig], dialect: str, form: Any, replay: bool
+    rig: MakeRig, dialect: str, form: Any, replay: bool
 ) -> None:
     one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
     own = "X-KVProxy-Conversation: the client's own\r\n"
@@ -14061,7 +13895,7 @@ def test_server_conversation_header_is_stable_and_tells_nothing(
     assert len({first, *others}) == 4
 
 
-def test_server_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) -> None:
+def test_server_conversation_header_begins_with_the_assistant(rig: MakeRig) -> None:
     """A greeting comes first: large or small, the first user text counts."""
     one = rig()
     hashes = set()
@@ -14079,9 +13913,7 @@ def test_server_conversation_header_begins_with_the_assistant(rig: Callable[...,
 
 
 @pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
-def test_server_conversation_header_is_absent_elsewhere(
-    rig: Callable[..., Rig], target: str
-) -> None:
+def test_server_conversation_header_is_absent_elsewhere(rig: MakeRig, target: str) -> None:
     one = rig()
     assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
     assert one.server.seen[0].get("X-KVProxy-Conversation") is None
@@ -14177,7 +14009,7 @@ def balancer(
 
 
 def test_server_conversations_stick_and_spread_over_servers(
-    rig: Callable[..., Rig], balancer: Callable[[list[int]], str]
+    rig: MakeRig, balancer: Callable[[list[int]], str]
 ) -> None:
     """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
     others stay."""
@@ -14215,7 +14047,7 @@ def test_server_conversations_stick_and_spread_over_servers(
             server.close()
 
 
-def test_readme_nginx_example_hides_the_pages(rig: Callable[..., Rig], tmp_path: Path) -> None:
+def test_readme_nginx_example_hides_the_pages(rig: MakeRig, tmp_path: Path) -> None:
     """The example as it stands in the README, but for its certificate."""
     program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
     if program is None:
@@ -14336,29 +14168,6 @@ def test_vendored_start_inside_with_is_the_same_proxy(server: FakeServer) -> Non
     assert not reachable(port)
 
 
-def test_vendored_leaves_no_thread_behind(server: FakeServer, tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    for _ in range(3):
-        with Proxy(
-            Config(
-                backend_url=server.url,
-                listen_port=0,
-                warmup_file=str(tmp_path / "w"),
-                log_level="error",
-            )
-        ) as proxy:
-            assert models_through(proxy) == 200
-
-    def left() -> list[str]:
-        return [
-            thread.name
-            for thread in set(threading.enumerate()) - before
-            if "kvproxy" in thread.name
-        ]
-
-    wait_for(lambda: not left(), "threads to end")
-
-
 def test_vendored_exception_ends_it_at_once() -> None:
     """An answer that never ends must not keep a program that failed for the time of grace."""
     streaming = threading.Event()
@@ -14423,23 +14232,12 @@ def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) 
         proxy = Proxy(
             Config(backend_url=server.url, listen_port=taken.getsockname()[1], log_level="error")
         )
-        with pytest.raises(OSError):
+        with pytest.raises(OSError) as caught:
             proxy.start()
+        assert caught.value.errno == errno.EADDRINUSE
         proxy.stop()
     with proxy:
         assert models_through(proxy) == 200
-
-
-def test_vendored_wrong_settings_raise() -> None:
-    for wrong in (
-        {"listen_port": 70000},
-        {"backend_url": "ftp://a"},
-        {"strip_regex": ("(",)},
-        {"log_level": "loud"},
-    ):
-        with pytest.raises(kvproxy.ConfigError) as error:
-            Config(**wrong)  # type: ignore[arg-type]
-        assert next(iter(wrong)).upper() in str(error.value)
 
 
 def test_vendored_import_has_no_effect(tmp_path: Path) -> None:
@@ -14693,7 +14491,7 @@ class Sdk:
 
 
 @pytest.fixture
-def no_http_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_http_proxies(monkeypatch: Patch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -14701,7 +14499,7 @@ def no_http_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("what", ["text", "tool call", "tool result"])
 def test_sdk_sees_what_it_would_see_without_the_proxy(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool, what: str
+    rig: MakeRig, no_http_proxies: None, dialect: str, stream: bool, what: str
 ) -> None:
     sdk = Sdk(dialect)
     one = rig(
@@ -14734,7 +14532,7 @@ STATUS_CLASSES = {
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_sdk_raises_the_backends_errors(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool
+    rig: MakeRig, no_http_proxies: None, dialect: str, stream: bool
 ) -> None:
     sdk = Sdk(dialect)
     status = 0
@@ -14769,7 +14567,7 @@ OWN_ERRORS = [
     ("what", "status", "words", "settings", "name"), OWN_ERRORS, ids=[row[0] for row in OWN_ERRORS]
 )
 def test_sdk_raises_the_proxys_own_errors(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, what: str, status: int, words: str, settings: Any, name: str
+    rig: MakeRig, no_http_proxies: None, dialect: str, what: str, status: int, words: str, settings: Any, name: str
 ) -> None:  # fmt: skip
     sdk = Sdk(dialect)
 
@@ -14797,7 +14595,7 @@ def test_sdk_raises_the_proxys_own_errors(
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str
+    rig: MakeRig, no_http_proxies: None, dialect: str
 ) -> None:
     sdk = Sdk(dialect)
 
@@ -14958,9 +14756,7 @@ def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, i
         print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
 
 
-def test_real_openclaw_conversation(
-    llama: Llama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Capsys) -> None:
     """Ids in the system prompt: everything is read again on every turn without the proxy, next to
     nothing with it."""
     monkeypatch.setenv("BACKEND_URL", llama.url)
@@ -15184,7 +14980,7 @@ def test_real_second_conversation_starts_warm(llama: Llama) -> None:
     assert through[1][1] < 0.15 * through[1][0] and through[3][1] < 0.15 * through[3][0]
 
 
-def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama) -> None:
+def test_real_conversation_lost_to_another(rig: MakeRig, llama: Llama) -> None:
     """One slot, no host cache: the client did everything right, and is told who is to blame and
     what helps."""
     one = rig(backend_url=llama.url)
@@ -15207,9 +15003,7 @@ def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/completions", "/completion"])
-def test_real_usage_in_every_dialect(
-    rig: Callable[..., Rig], llama: Llama, path: str, stream: bool
-) -> None:
+def test_real_usage_in_every_dialect(rig: MakeRig, llama: Llama, path: str, stream: bool) -> None:
     one = rig(backend_url=llama.url)
     words = "Say it once more."
     body: dict[str, Any] = {"model": "m", "stream": stream, "max_tokens": 3, "max_output_tokens": 3}
@@ -15226,9 +15020,7 @@ def test_real_usage_in_every_dialect(
 
 
 @pytest.mark.parametrize("phase", ["reading the prompt", "in the stream"])
-def test_real_server_stops_when_the_client_leaves(
-    rig: Callable[..., Rig], llama: Llama, phase: str
-) -> None:
+def test_real_server_stops_when_the_client_leaves(rig: MakeRig, llama: Llama, phase: str) -> None:
     """Long before it could have been done: the next request does not wait for it."""
     one = rig(backend_url=llama.url)
     reading = phase == "reading the prompt"
@@ -15262,7 +15054,7 @@ def test_real_server_stops_when_the_client_leaves(
     )
 
 
-def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: Patch) -> None:
     """The head of an earlier run is read after a start; a new conversation finds it there."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     settings = {
@@ -15287,9 +15079,7 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
 
 
-def test_real_warmup_holds_its_own_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_warmup_holds_its_own_conversation(tmp_path: Path, monkeypatch: Patch) -> None:
     """With four slots: a cancel would have everything read again in another slot."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     system = real_system("Held", 700)
