@@ -256,119 +256,138 @@ class Link(Peer):
         self.send(b"0\r\n\r\n")
 
 
+def answer_of(
+    dialect: str, text: str = "", thought: str = "", calls: Iterable[str] = ()
+) -> list[Json]:
+    """An answer, as a server gives it and as a client sends it back; calls have ids."""
+    if dialect == "messages":
+        parts = [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
+        parts += [{"type": "text", "text": text}] if text else []
+        uses = [{"id": call, "name": "look", "input": json.loads(ARGUMENTS)} for call in calls]
+        parts += [{"type": "tool_use"} | use for use in uses]
+        return [{"role": "assistant", "content": parts}]
+    if dialect == "responses":
+        thoughts = [{"type": "reasoning_text", "text": thought}]
+        said = [{"type": "output_text", "text": text, "annotations": []}]
+        items: list[Json] = []
+        items += [{"type": "reasoning", "summary": [], "content": thoughts}] if thought else []
+        items += [{"type": "message", "role": "assistant", "content": said}] if text else []
+        uses = [{"call_id": call, "name": "look", "arguments": ARGUMENTS} for call in calls]
+        return items + [{"type": "function_call"} | use for use in uses]
+    message: Json = {"role": "assistant", "content": text or None}
+    message |= {"reasoning_content": thought} if thought else {}
+    uses = [{"id": call, "function": {"name": "look", "arguments": ARGUMENTS}} for call in calls]
+    return [
+        message | ({"tool_calls": [{"type": "function"} | use for use in uses]} if uses else {})
+    ]
+
+
 def usage_answer(
-    link: Link, seen: Seen, text: str = "ok", cached: int | None = None, prompt: int = 100
+    link: Link,
+    seen: Seen,
+    text: str = "ok",
+    cached: int | None = None,
+    prompt: int = 100,
+    *,
+    thought: str = "",
+    calls: Iterable[str] = (),
+    half: bool = False,
 ) -> None:
     """The default script: a plausible answer in the request's dialect, streamed if it asks for
-    that."""
-    path = seen.target.split("?")[0]
+    that; or the half of one."""
+    path, calls = seen.target.split("?")[0], list(calls)
     try:
         body = json.loads(seen.body or b"{}")
     except (ValueError, RecursionError):
         body = {}
-    stream = isinstance(body, dict) and bool(body.get("stream"))
-    timings = (
-        {"cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": 10.0}
-        if cached is not None
-        else None
-    )
-    more = {"timings": timings} if timings else {}
     if seen.method == "GET":
-        value: Any = {
-            "status": "ok",
-            "object": "list",
-            "data": [{"id": "fake", "owned_by": "llamacpp"}],
-        }
-    elif path.endswith(("/count_tokens", "/input_tokens")):
-        value = {"input_tokens": len(seen.body)}
-    elif path.endswith("/messages"):
+        models = [{"id": "fake", "owned_by": "llamacpp"}]
+        return link.reply({"status": "ok", "object": "list", "data": models})
+    if path.endswith(("/count_tokens", "/input_tokens")):
+        return link.reply({"input_tokens": len(seen.body)})
+    timings: Json = {"cache_n": cached, "prompt_n": prompt - (cached or 0), "prompt_ms": 10.0}
+    timings = {} if cached is None else {"timings": timings}
+    counts: Json = {"prompt_tokens": prompt, "completion_tokens": 1, "total_tokens": prompt + 1}
+    dialect = path.rpartition("/")[2]
+    if dialect == "messages":
         counts = {"input_tokens": prompt - (cached or 0), "output_tokens": 1}
-        if cached is not None:
-            counts["cache_read_input_tokens"] = cached
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_reason": None,
-                   "stop_sequence": None, "content": [], "usage": counts}  # fmt: skip
-        if stream:
-            link.stream()
-            for name, event in (
-                ("message_start", {"message": message}),
-                (
-                    "content_block_start",
-                    {"index": 0, "content_block": {"type": "text", "text": ""}},
-                ),
-                (
-                    "content_block_delta",
-                    {"index": 0, "delta": {"type": "text_delta", "text": text}},
-                ),
-                ("content_block_stop", {"index": 0}),
-                (
-                    "message_delta",
-                    {
-                        "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-                        "usage": {"output_tokens": 1},
-                    },
-                ),
-                ("message_stop", {}),
-            ):
-                link.chunk(
-                    f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode()
-                )
-            return link.finish()
-        value = {**message, "stop_reason": "end_turn", "content": [{"type": "text", "text": text}]}
-    elif path.endswith("/responses"):
+        counts |= {} if cached is None else {"cache_read_input_tokens": cached}
+    elif dialect == "responses":
         counts = {"input_tokens": prompt, "output_tokens": 1, "total_tokens": prompt + 1}
-        if cached is not None:
-            counts["input_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
-        item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
-                "content": [{"type": "output_text", "text": text, "annotations": []}]}  # fmt: skip
-        value = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed",
-                 "output": [item], "parallel_tool_calls": False, "tool_choice": "auto", "tools": [], "usage": counts}  # fmt: skip
-        if stream:
-            link.stream()
-            link.event(
-                {
-                    "type": "response.created",
-                    "sequence_number": 0,
-                    "response": {**value, "status": "in_progress", "output": []},
-                }
-            )
-            link.event({"type": "response.output_text.delta", "sequence_number": 1, "item_id": "msg_1", "output_index": 0,
-                        "content_index": 0, "delta": text, "logprobs": []})  # fmt: skip
-            link.event(
-                {"type": "response.completed", "sequence_number": 2, "response": value, **more}
-            )
-            return link.finish()
+        counts |= {} if cached is None else {"input_tokens_details": {"cached_tokens": cached}}
     else:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
-        counts = {"prompt_tokens": prompt, "completion_tokens": 1, "total_tokens": prompt + 1}
-        if stream:
-            link.stream()
-            link.event(
-                {
-                    **base,
-                    "object": "chat.completion.chunk",
-                    "choices": [
-                        {
-                            "index": 0,
-                            "finish_reason": None,
-                            "delta": {"role": "assistant", "content": text},
-                        }
-                    ],
-                }
-            )
-            link.event(
-                {
-                    **base,
-                    "object": "chat.completion.chunk",
-                    "choices": [{**choice, "delta": {}}],
-                    **more,
-                }
-            )
-            link.event(b"[DONE]")
-            return link.finish()
-        value = {**base, "object": "chat.completion", "usage": counts, **more,
-                 "choices": [{**choice, "message": {"role": "assistant", "content": text}}]}  # fmt: skip
-    link.reply(value)
+        dialect = "chat"
+    items = answer_of(dialect, text, thought, calls)
+    ended = {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+    finish = "tool_calls" if calls else "stop"
+    choice: Json = {"index": 0, "message": (*items, {})[0], "finish_reason": finish}
+    chat = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
+    whole: Json = {
+        "chat": {**chat, "object": "chat.completion", "choices": [choice], "usage": counts},
+        "messages": {"id": "msg_1", "type": "message", "model": "fake", **choice["message"], **ended, "usage": counts},
+        "responses": {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "tools": [],
+                      "status": "completed", "output": items, "parallel_tool_calls": False,
+                      "tool_choice": "auto", "usage": counts},
+    }[dialect]  # fmt: skip
+    if not (isinstance(body, dict) and body.get("stream")):
+        return link.reply(whole | (timings if dialect == "chat" else {}))
+    pieces = [piece for piece in (text[:5], text[5:60], text[60:]) if piece]
+    halves = [ARGUMENTS[:4], ARGUMENTS[4:]]
+    events: list[Any] = []
+    if dialect == "chat":
+        deltas: list[Json] = [{"reasoning_content": thought}] if thought else []
+        deltas += [{"content": piece} for piece in pieces]
+        for i, call in enumerate(items[0].get("tool_calls", ())):
+            begun = call | {"index": i, "function": {"name": "look", "arguments": halves[0]}}
+            rest = {"index": i, "function": {"arguments": halves[1]}}
+            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+        deltas[:1] = [{"role": "assistant"} | deltas[0]] if deltas else []
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+        events = [chat | {"object": "chat.completion.chunk", "choices": [one]} for one in choices]
+        events[-1] |= timings
+        events.append("[DONE]")
+    elif dialect == "messages":
+        none = {"content": [], "stop_reason": None}
+        events.append({"type": "message_start", "message": whole | none})
+        kinds = {"text": ("text_delta", "text", pieces),
+                 "thinking": ("thinking_delta", "thinking", [thought]),
+                 "tool_use": ("input_json_delta", "partial_json", halves)}  # fmt: skip
+        for i, part in enumerate(items[0]["content"]):
+            kind, key, texts = kinds[part["type"]]
+            begun = part | ({"input": {}} if "input" in part else {key: ""})
+            events.append({"type": "content_block_start", "index": i, "content_block": begun})
+            for one in texts:
+                delta = {"type": kind, key: one}
+                events.append({"type": "content_block_delta", "index": i, "delta": delta})
+            events.append({"type": "content_block_stop", "index": i})
+        events.append({"type": "message_delta", "delta": ended, "usage": {"output_tokens": 1}})
+        events.append({"type": "message_stop"})
+    else:
+        begun = whole | {"status": "in_progress", "output": []}
+        events.append({"type": "response.created", "response": begun})
+        for i, item in enumerate(items):
+            place = {"output_index": i, "item_id": f"item_{i}"}
+            emptied = {key: type(item[key])() for key in ("content", "arguments") if key in item}
+            added = {"output_index": i, "item": item | emptied}
+            events.append({"type": "response.output_item.added", **added})
+            if item["type"] == "message":
+                place |= {"content_index": 0, "logprobs": []}
+                kind, texts = "response.output_text.delta", pieces
+            else:
+                kind = "response.function_call_arguments.delta"
+                texts = halves if "arguments" in item else []
+            events += [{"type": kind, **place, "delta": one} for one in texts]
+            events.append({"type": "response.output_item.done", "output_index": i, "item": item})
+        events.append({"type": "response.completed", "response": whole, **timings})
+        events = [event | {"sequence_number": n} for n, event in enumerate(events)]
+    link.stream()
+    for event in events[: len(events) // 2 + 1] if half else events:
+        name = f"event: {event['type']}\n" if dialect == "messages" else ""
+        data = event if isinstance(event, str) else json.dumps(event)
+        link.chunk(f"{name}data: {data}\n\n".encode())
+    if not half:
+        link.finish()
 
 
 class FakeServer:
@@ -609,22 +628,14 @@ def content_of(dialect: str, role: str, said: Any, parts: bool = False) -> Any:
 
 def step_of(dialect: str, role: str, ids: list[str]) -> list[Json]:
     """A batch of calls, or of results; what a result says does not change with the id's spelling."""
-    named: Json = {"name": "look", "arguments": ARGUMENTS}
+    if role == "calls":
+        return answer_of(dialect, calls=ids)
     found = {c: "found " + re.sub(r"\W|_", "", c) for c in ids}
-    if dialect == "responses" and role == "calls":
-        return [{"type": "function_call", "call_id": c, **named} for c in ids]
     if dialect == "responses":
         kind = "function_call_output"
         return [{"type": kind, "call_id": c, "output": found[c]} for c in ids]
-    if dialect == "chat" and role == "calls":
-        calls = [{"id": c, "type": "function", "function": named} for c in ids]
-        return [{"role": "assistant", "content": None, "tool_calls": calls}]
     if dialect == "chat":
         return [{"role": "tool", "tool_call_id": c, "content": found[c]} for c in ids]
-    if role == "calls":
-        given = json.loads(ARGUMENTS)
-        uses = [{"type": "tool_use", "id": c, "name": "look", "input": given} for c in ids]
-        return [{"role": "assistant", "content": uses}]
     results = [{"type": "tool_result", "tool_use_id": c, "content": found[c]} for c in ids]
     return [{"role": "user", "content": results}]
 
@@ -2898,20 +2909,6 @@ def rp_prompt(body: Json) -> list[str]:
     return beside + prompt
 
 
-def rp_calls(link: Link, seen: Seen, ids: list[str]) -> None:
-    """The server answers with tool calls."""
-    if seen.target.endswith("/messages"):
-        parts = [{"type": "tool_use", "id": c, "name": "look", "input": {}} for c in ids]
-        link.reply({"type": "message", "role": "assistant", "content": parts})
-    elif seen.target.endswith("/responses"):
-        items = [{"type": "function_call", "call_id": c, "id": "fc", "name": "look"} for c in ids]
-        link.reply({"object": "response", "status": "completed", "output": items})
-    else:
-        calls = [{"id": c, "type": "function", "function": {"name": "look"}} for c in ids]
-        message = {"role": "assistant", "content": None, "tool_calls": calls}
-        link.reply({"object": "chat.completion", "choices": [{"message": message}]})
-
-
 RpAnswer = (
     str | list[str] | int | Script
 )  # words, ids of calls, the status of an error, or a script
@@ -2935,7 +2932,7 @@ class RpClient:
             if isinstance(answer, str):
                 usage_answer(link, seen, answer)
             elif isinstance(answer, list):
-                rp_calls(link, seen, answer)
+                usage_answer(link, seen, "", calls=answer)
             elif isinstance(answer, int):
                 link.reply({"error": {"message": "no"}}, answer)
             else:
@@ -5139,6 +5136,11 @@ class TrItem:
     calls: tuple[str, ...] = ()  # ids; those of results are their calls'
     thought: str = ""
 
+    def give(self, link: Link, seen: Seen, half: bool = False) -> None:
+        """The server says it."""
+        said: Json = {"thought": self.thought, "calls": self.calls, "half": half}
+        usage_answer(link, seen, self.text, **said)
+
     def plain(self) -> tuple[str, str]:
         return self.role, re.sub(r"\W|_", "", self.text + "".join(self.calls))
 
@@ -5349,7 +5351,7 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> Json:
         elif role == "user":
             items.append({"role": "user", "content": content(said, part)})
         elif role != "results":
-            items += tr_answer(dialect, said, *rest)
+            items += answer_of(dialect, said, *rest)
         elif dialect == "messages":
             results = [{"tool_use_id": call, "content": content([text])} for call, text in said]
             parts = [{"type": "tool_result", **one} for one in results]
@@ -5358,7 +5360,7 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> Json:
             results = [{"call_id": call, "output": text} for call, text in said]
             items += [{"type": "function_call_output", **one} for one in results]
         else:
-            name = {"name": "ls"} if "names" in talk.ways and rng.random() < 0.5 else {}
+            name = {"name": "look"} if "names" in talk.ways and rng.random() < 0.5 else {}
             results = [{"tool_call_id": call, "content": text} for call, text in said]
             items += [{"role": "tool", **one, **name} for one in results]
     tools: list[Json] = []
@@ -5376,84 +5378,6 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> Json:
     role = "developer" if dialect == "responses" else "system"
     leading = [{"role": role, "content": half} for half in halves]
     return body | {"input" if dialect == "responses" else "messages": leading + items}
-
-
-def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> list[Json]:
-    """An answer, as a server gives it and as a client sends it back."""
-    given = '{"path": "."}'
-    if dialect == "messages":
-        parts = [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
-        parts += [{"type": "text", "text": text}] if text else []
-        uses = [{"id": call, "name": "ls", "input": {"path": "."}} for call in calls]
-        return [
-            {"role": "assistant", "content": parts + [{"type": "tool_use"} | one for one in uses]}
-        ]
-    if dialect == "responses":
-        thoughts = [{"type": "reasoning_text", "text": thought}] if thought else []
-        items = [{"type": "reasoning", "content": thoughts}] if thought else []
-        said = [{"type": "output_text", "text": text}]
-        items += [{"type": "message", "role": "assistant", "content": said}] if text else []
-        uses = [{"call_id": call, "name": "ls", "arguments": given} for call in calls]
-        return items + [{"type": "function_call"} | one for one in uses]
-    message: Json = {"role": "assistant", "content": text or None}
-    message |= {"reasoning_content": thought} if thought else {}
-    uses = [{"id": call, "function": {"name": "ls", "arguments": given}} for call in calls]
-    return [
-        message | ({"tool_calls": [{"type": "function"} | one for one in uses]} if uses else {})
-    ]
-
-
-def tr_give(link: Link, seen: Seen, said: TrItem, half: bool = False) -> None:
-    """The server's answer, streamed if the request asks for that; or the half of it."""
-    dialect = next(name for name, path in PATHS.items() if path in seen.target)
-    items = tr_answer(dialect, said.text, said.thought, said.calls)
-    usage = {"input_tokens": 9, "output_tokens": 9, "prompt_tokens": 9, "completion_tokens": 9}
-    choice = {"index": 0, "message": items[0], "finish_reason": "stop"}
-    whole: Json = {
-        "chat": {"object": "chat.completion", "choices": [choice], "usage": usage},
-        "messages": {"type": "message", "stop_reason": "end_turn", "usage": usage, **items[0]},
-        "responses": {"object": "response", "status": "completed", "output": items, "usage": usage},
-    }[dialect]
-    if not json.loads(seen.body).get("stream"):
-        return link.reply(whole)
-    pieces = [said.text[:5], said.text[5:60], said.text[60:]] if said.text else []
-    events: list[Json] = []
-    if dialect == "chat":
-        deltas: list[Json] = [{"reasoning_content": said.thought}] if said.thought else []
-        deltas += [{"content": piece} for piece in pieces]
-        calls = enumerate(items[0].get("tool_calls", ()))
-        deltas += [{"tool_calls": [call | {"index": i}]} for i, call in calls]
-        events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-        last = {"index": 0, "delta": {}, "finish_reason": "stop"}
-        events.append({"choices": [last], "usage": usage})
-    elif dialect == "messages":
-        events.append({"type": "message_start", "message": whole | {"content": []}})
-        kinds = {"text": ("text_delta", "text", pieces),
-                 "thinking": ("thinking_delta", "thinking", [said.thought]),
-                 "tool_use": ("input_json_delta", "partial_json", ['{"path": "."}'])}  # fmt: skip
-        for i, part in enumerate(items[0]["content"]):
-            kind, key, said_in = kinds[part["type"]]
-            begun = part | ({"input": {}} if "input" in part else {key: ""})
-            events.append({"type": "content_block_start", "index": i, "content_block": begun})
-            for piece in said_in:
-                delta = {"type": kind, key: piece}
-                events.append({"type": "content_block_delta", "index": i, "delta": delta})
-            events.append({"type": "content_block_stop", "index": i})
-        ended = {"delta": {"stop_reason": "end_turn"}, "usage": usage}
-        events += [{"type": "message_delta", **ended}, {"type": "message_stop"}]
-    else:
-        events += [{"type": "response.created", "response": whole | {"output": []}}]
-        bare = [item | ({"content": []} if "content" in item else {}) for item in items]
-        events += [{"type": "response.output_item.added", "item": item} for item in bare]
-        events += [{"type": "response.output_text.delta", "delta": piece} for piece in pieces]
-        events += [{"type": "response.output_item.done", "item": item} for item in items]
-        events += [{"type": "response.completed", "response": whole}]
-    link.stream()
-    for event in events[: len(events) // 2 + 1] if half else events:
-        name = f"event: {event['type']}\n" if dialect == "messages" else ""
-        link.chunk(f"{name}data: {json.dumps(event)}\n\n".encode())
-    if not half:
-        link.finish()
 
 
 def tr_pieces(item: Json) -> Iterator[tuple[str, str, str]]:
@@ -5578,14 +5502,14 @@ class TrWorld:
         self.arrived.put((seen.body, orders))
         what, said = orders.get(timeout=PATIENCE)
         if what == "answer":
-            tr_give(link, seen, said)
+            said.give(link, seen)
         elif what == "fail":
             link.reply({"error": {"message": "Loading model"}}, 503)
         elif what == "count":
             usage_answer(link, seen)
         else:  # the client leaves, at once or when it has seen the half of an answer
             if said:
-                tr_give(link, seen, said, half=True)
+                said.give(link, seen, half=True)
             orders.put(link.ended())
 
     def send(self, talk: TrTalk, path: str, raw: bytes) -> tuple[Peer, Any, bytes]:
@@ -14341,75 +14265,6 @@ def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
 # --- the SDKs that agents use ---------------------------------------------------------------------
 
 
-def tool_answer(link: Link, seen: Seen) -> None:
-    """A script: the model calls `read`, in the request's dialect, streamed if it asks for that."""
-    path, stream = seen.target.split("?")[0], seen.json().get("stream")
-    arguments = '{"path": "a/b.py"}'
-    halves = (arguments[:7], arguments[7:])
-    if path.endswith("/messages"):
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_sequence": None,
-                   "usage": {"input_tokens": 4, "cache_read_input_tokens": 96, "output_tokens": 9}}  # fmt: skip
-        use = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": json.loads(arguments)}
-        if not stream:
-            return link.reply({**message, "stop_reason": "tool_use", "content": [use]})
-        link.stream()
-        for name, event in (
-            ("message_start", {"message": {**message, "stop_reason": None, "content": []}}),
-            ("content_block_start", {"index": 0, "content_block": {**use, "input": {}}}),
-            *(("content_block_delta", {"index": 0, "delta": {"type": "input_json_delta", "partial_json": half}}) for half in halves),
-            ("content_block_stop", {"index": 0}),
-            ("message_delta", {"delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {"output_tokens": 9}}),
-            ("message_stop", {}),
-        ):  # fmt: skip
-            link.chunk(f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode())
-    elif path.endswith("/responses"):
-        call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "read", "arguments": arguments,
-                "status": "completed"}  # fmt: skip
-        whole = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed", "output": [call],
-                 "parallel_tool_calls": False, "tool_choice": "auto", "tools": []}  # fmt: skip
-        if not stream:
-            return link.reply(whole)
-        link.stream()
-        place = {"output_index": 0, "item_id": "fc_1"}
-        events: list[dict[str, Any]] = [
-            {"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}},
-            {"type": "response.output_item.added", "output_index": 0, "item": {**call, "arguments": "", "status": "in_progress"}},
-            *({"type": "response.function_call_arguments.delta", **place, "delta": half} for half in halves),
-            {"type": "response.function_call_arguments.done", **place, "arguments": arguments, "name": "read"},
-            {"type": "response.output_item.done", "output_index": 0, "item": call},
-            {"type": "response.completed", "response": whole},
-        ]  # fmt: skip
-        for number, event in enumerate(events):
-            link.event({**event, "sequence_number": number})
-    else:
-        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
-        call = {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "read", "arguments": arguments},
-        }
-        if not stream:
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
-            return link.reply({**base, "object": "chat.completion", "choices": [choice]})
-        link.stream()
-        first = {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{**call, "index": 0, "function": {"name": "read", "arguments": ""}}],
-        }
-        deltas = [
-            first,
-            *({"tool_calls": [{"index": 0, "function": {"arguments": half}}]} for half in halves),
-            {},
-        ]
-        for delta in deltas:
-            choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "tool_calls"}
-            link.event({**base, "object": "chat.completion.chunk", "choices": [choice]})
-        link.event(b"[DONE]")
-    link.finish()
-
-
 class Sdk:
     """One dialect of one SDK: the same calls straight and through the proxy."""
 
@@ -14503,14 +14358,14 @@ def test_sdk_sees_what_it_would_see_without_the_proxy(
 ) -> None:
     sdk = Sdk(dialect)
     one = rig(
-        tool_answer
+        (lambda link, seen: usage_answer(link, seen, "", 90, calls=["call_1"]))
         if what == "tool call"
         else lambda link, seen: usage_answer(link, seen, "Good day.", 90)
     )
     options = {"tools": what == "tool call", "answered": what == "tool result"}
     answers = [sdk.call(url, stream, **options) for url in (one.server.url, one.proxy.url)]
     assert answers[0] == answers[1]
-    assert ("Good day." if what != "tool call" else '"read"') in json.dumps(answers[1])
+    assert ("Good day." if what != "tool call" else '"look"') in json.dumps(answers[1])
     straight, through = one.server.seen
     assert straight.body == through.body and straight.target == through.target
     keys = [(seen.get("Authorization"), seen.get("X-Api-Key")) for seen in (straight, through)]
