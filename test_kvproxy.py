@@ -14288,9 +14288,9 @@ class Sdk:
         turns: list[Any] = [{"role": "user", "content": words}]
         arguments: dict[str, Any] = {"model": "fake"}
         if answered:
-            turns += self.tool_round()
+            turns += items_of(self.dialect, ("calls", ["call_1"]), ("results", ["call_1"]))
         if tools or answered:
-            arguments["tools"] = [tool_of(self.dialect)]
+            arguments["tools"] = [tool_of(self.dialect, "look")]
         with self.client(url) as client:
             if self.dialect == "messages":
                 arguments |= {"max_tokens": 50, "messages": turns, "system": "Be brief."}
@@ -14316,34 +14316,6 @@ class Sdk:
                 for chunk in client.chat.completions.create(stream=True, **arguments)
             ]
 
-    def tool_round(self) -> list[Any]:
-        """A call and its result, as a client sends them back."""
-        arguments = '{"path":"a/b.py"}'
-        if self.dialect == "messages":
-            use = {
-                "type": "tool_use",
-                "id": "toolu_1",
-                "name": "read",
-                "input": json.loads(arguments),
-            }
-            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "message_id: 5"}
-            return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-        if self.dialect == "responses":
-            call = {
-                "type": "function_call",
-                "call_id": "call_1",
-                "name": "read",
-                "arguments": arguments,
-            }
-            return [
-                call,
-                {"type": "function_call_output", "call_id": "call_1", "output": "message_id: 5"},
-            ]
-        function = {"name": "read", "arguments": arguments}
-        call = {"id": "call_1", "type": "function", "function": function}
-        result = {"role": "tool", "tool_call_id": "call_1", "content": "message_id: 5"}
-        return [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
-
 
 @pytest.fixture
 def no_http_proxies(monkeypatch: Patch) -> None:
@@ -14360,12 +14332,12 @@ def test_sdk_sees_what_it_would_see_without_the_proxy(
     one = rig(
         (lambda link, seen: usage_answer(link, seen, "", 90, calls=["call_1"]))
         if what == "tool call"
-        else lambda link, seen: usage_answer(link, seen, "Good day.", 90)
+        else lambda link, seen: usage_answer(link, seen, "Good.", 90)
     )
     options = {"tools": what == "tool call", "answered": what == "tool result"}
     answers = [sdk.call(url, stream, **options) for url in (one.server.url, one.proxy.url)]
     assert answers[0] == answers[1]
-    assert ("Good day." if what != "tool call" else '"look"') in json.dumps(answers[1])
+    assert ("Good." if what != "tool call" else '"look"') in json.dumps(answers[1])
     straight, through = one.server.seen
     assert straight.body == through.body and straight.target == through.target
     keys = [(seen.get("Authorization"), seen.get("X-Api-Key")) for seen in (straight, through)]
@@ -14682,49 +14654,33 @@ def test_real_template_and_slot_as_causes(llama: Llama) -> None:
     print("\n" + "\n".join(f"{verdict.title()}: {verdict.line()}" for verdict in verdicts))
 
 
-def moving_context(mark: str) -> list[dict[str, Any]]:
+REAL_ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
+
+
+def moving_context(mark: str) -> list[Json]:
     """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is
     last in every one."""
     system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + kvproxy.filler(300, 4)
-    words = kvproxy.filler(60, 5)
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
-        f'"Active exec sessions:\\nnone, {words}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+        f'"Active exec sessions:\\nnone, {kvproxy.filler(60, 5)}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
     )
-    history: list[dict[str, Any]] = []
+    history: list[Turn | Json] = []
     requests = []
     for turn in (1, 2):
-        info = json.dumps({"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()})
-        label = f"[Sun 2026-11-29 17:2{turn} UTC] Conversation info: \u27e6openclaw:ctx\u27e7\n```json\n{info}\n```\n\n"
-        history.append(
-            {"role": "user", "content": label + f"Question {turn}: {kvproxy.filler(30, turn)}"}
-        )
+        info = {"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()}
+        front = claw_block(f"[Sun 2026-11-29 17:2{turn} UTC] {MARKED}", info)
+        history.append(("user", f"{front}Question {turn}: {kvproxy.filler(30, turn)}"))
         for step in (1, 2, 3):
-            last = {"role": "user", "content": [{"type": "text", "text": context}]}
-            messages = [{"role": "system", "content": system}, *history, last]
-            body = {
-                "model": "m",
-                "max_tokens": 1,
-                "temperature": 0,
-                "tools": real_tools("chat"),
-                "messages": messages,
-            }
+            more = {"tools": real_tools("chat"), **REAL_ONE_TOKEN}
+            body = body_of("chat", *history, ("user", [context]), system=system, **more)
             requests.append(json.loads(json.dumps(body)))
             if step == 3:
-                history.append(
-                    {"role": "assistant", "content": "Done. " + kvproxy.filler(20, turn)}
-                )
+                history.append(("assistant", "Done. " + kvproxy.filler(20, turn)))
                 continue
-            function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}{step}"})}
-            call = {"id": f"call_{turn}{step}", "type": "function", "function": function}
-            history.append({"role": "assistant", "content": None, "tool_calls": [call]})
-            history.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": call["id"],
-                    "content": kvproxy.filler(60, turn + step),
-                }
-            )
+            call = [f"call_{turn}{step}"]
+            history += items_of("chat", ("calls", call), ("results", call))
+            history[-1]["content"] = kvproxy.filler(60, turn + step)  # type: ignore[call-overload]
     return requests
 
 
@@ -14779,41 +14735,21 @@ def test_real_context_message_that_moves(llama: Llama) -> None:
         assert read <= prompt - before + 4, "something that was sent before was read again"
 
 
-def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[str, Any]]:
+def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
     """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
     the first user text."""
     header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
-    words = [
-        {"type": "text", "text": header},
-        {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}},
-    ]
     environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
-    messages: list[dict[str, Any]] = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": f"Task {number}: {kvproxy.filler(40, number)}"}],
-        },
-        {"role": "system", "content": environment},
-    ]
+    said: list[Turn] = [("system", [header, system])]
+    said += [("user", [f"Task {number}: {kvproxy.filler(40, number)}"]), ("system", environment)]
     requests = []
     for turn in range(turns):
-        body = {
-            "model": "m",
-            "max_tokens": 1,
-            "temperature": 0,
-            "system": words,
-            "tools": real_tools("messages"),
-        }
-        requests.append(json.loads(json.dumps({**body, "messages": messages})))
-        messages.append(
-            {
-                "role": "assistant",
-                "content": [{"type": "text", "text": "Well. " + kvproxy.filler(20, turn)}],
-            }
-        )
-        messages.append(
-            {"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)}
-        )
+        more = {"tools": real_tools("messages"), **REAL_ONE_TOKEN}
+        body = body_of("messages", *said, **more)
+        body["system"][-1]["cache_control"] = {"type": "ephemeral"}
+        requests.append(json.loads(json.dumps(body)))
+        said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
+        said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
     return requests
 
 
