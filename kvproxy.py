@@ -135,6 +135,7 @@ class Config:
     strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
+    learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
     lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
     replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
@@ -554,10 +555,13 @@ def bare(part: Json) -> Json:
 
 HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
 LIST_START = {
-    key: re.compile(rf'"{key}":[ \t\r\n]*\[[ \t\r\n]*(?=(\{{"\w+": ?))')
+    key: re.compile(rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))' % key.encode())
     for key in ("messages", "input")
 }
-ITEM_END = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
+ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
 class Reader:
@@ -568,14 +572,20 @@ class Reader:
     def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
         """`limit`: bytes that the turns may take."""
         self.scrubber, self.limit = scrubber, limit
-        self.known: dict[bytes, Turn] = {}  # by the bytes they were read from
-        self.size = 0  # bytes that these take, roughly
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, which costs one slow request."""
+        self.known: dict[bytes, Known] = {}  # by the bytes they were read from
+        self.followers: dict[int, tuple[Known, bytes]] = {}  # by the id() of the turn in front
+        self.bodies: dict[bytes, Json] = {}  # what stands beside the turns, by its bytes
+        self.size = 0  # bytes that the turns take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
             try:
-                return self.split(raw.decode(), dialect)
+                return self.split(raw, dialect)
             except TooMany:
                 raise
             except (ValueError, RecursionError):
@@ -585,51 +595,76 @@ class Reader:
             raise Unreadable("unknown shape")
         return view
 
-    def split(self, text: str, dialect: Dialect) -> View:
+    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
         does not work out."""
         key = dialect.turns
-        found = LIST_START[key].search(text)
+        found = LIST_START[key].search(raw)
         if found is None:
             raise Unreadable("not the usual spelling")
-        turns, end = self.read(text, found.end(), found[1])
-        body = parse(f'{text[: found.start()]}"{key}":"{HOLE}"{text[end:]}')
+        turns, end = self.read(raw, found.end(), found[1])
+        rest = b'%s"%s":"%s"%s' % (raw[: found.start()], key.encode(), HOLE.encode(), raw[end:])
+        body = self.bodies.get(rest)
+        if body is None:
+            body = parse(rest)
+            if len(rest) <= 1 << 18:
+                remember(self.bodies, rest, body, 16)
         if body.get(key) != HOLE:
             raise Unreadable("the list is another's")
-        view = view_of({**body, key: []}, dialect)
+        body = {**body, key: []}
+        if isinstance(body.get(dialect.system), list):  # its texts may be edited
+            body[dialect.system] = copy.deepcopy(body[dialect.system])
+        view = view_of(body, dialect)
         if view is None:
             raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
-    def read(self, text: str, at: int, opening: str) -> tuple[list[Turn], int]:
-        """The turns of the list whose first one is at `at`, and where the list ends. Each begins
-        with `opening`, as a rule, so that known ones are found without parsing."""
-        border = ("}, " if opening.endswith(" ") else "},") + opening
+    def read(self, raw: bytes | bytearray, at: int, opening: bytes) -> tuple[list[Turn], int]:
+        """The turns of the list whose first one is at `at`, and where the list ends. What came
+        behind a turn before is tried first. Else a turn is looked for up to the next `opening`,
+        with which each begins, as a rule; only what is new is decoded and parsed."""
+        border = (b"}, " if opening.endswith(b" ") else b"},") + opening
         turns: list[Turn] = []
-        end = 0
+        before = 0
+        text, place, text_end = "", 0, at  # what was decoded, up to where in `raw`
         while True:
-            turn = None
-            if end <= at:  # each end is tried once, so that all tries together cost little
-                end = text.find(border, at) + 1 or len(text)
-                turn = self.known.get(text[at:end].encode())
-            if turn is not None:
-                at = end
-            else:
-                check_limit("turns", len(turns))
-                item, length = _parse_at(text, at)
-                turn = self.turn(item, text[at:length].encode())
-                at = length
-            turns.append(turn)
-            behind = ITEM_END.match(text, at)
-            if behind is None:
+            while at >= text_end and (follower := self.followers.get(before)):
+                (item, turn), comma = follower
+                end = at + len(item)
+                if not (raw.startswith(item, at) and raw.startswith(comma, end)):
+                    break
+                turns.append(turn)
+                before = id(turn)
+                at = end + len(comma)
+            check_limit("turns", len(turns))
+            if at >= text_end:
+                text, place, text_end = "", 0, raw.find(border, at) + 1 or len(raw)
+            found = None if text else self.known.get(bytes(raw[at:text_end]))
+            if found is None:
+                text = text or raw[at:text_end].decode()
+                try:
+                    parsed, stop = _parse_at(text, place)
+                except ValueError:  # it holds a list of its own with this opening
+                    text, place, text_end = raw[at:].decode(), 0, len(raw)
+                    parsed, stop = _parse_at(text, 0)
+                found = self.turn(parsed, text[place:stop].encode())
+                place = stop
+            turns.append(found[1])
+            end = at + len(found[0])
+            comma_or_end = ITEM_END.match(raw, end)
+            if comma_or_end is None:
                 raise Unreadable("not the usual spelling")
-            at = behind.end()
-            if behind[1] == "]":
+            at = comma_or_end.end()
+            if comma_or_end[1] == b"]":
                 return turns, at
+            if found[0] in self.known:
+                self.followers[before] = found, bytes(raw[end:at])
+            before = id(found[1])
+            place += at - end
 
-    def turn(self, item: Any, raw: bytes) -> Turn:
-        """The turn with these bytes. A new one is remembered, and scrubbed if it is a user's; what
+    def turn(self, item: Any, raw: bytes) -> Known:
+        """The turn with these bytes, and they. A new one is remembered, and scrubbed if it is a user's; what
         is cut out of a system text depends on those before it."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
@@ -641,11 +676,11 @@ class Reader:
             turn.counts = self.scrubber.edit(turn, True)
         size = 1500 + 3 * len(raw)  # bytes, roughly
         if size <= self.limit:
-            if self.size + size > self.limit:  # start anew, which costs one slow request
-                self.known, self.size = {}, 0
-            self.known[raw] = turn
+            if self.size + size > self.limit:
+                self.forget()
+            self.known[raw] = raw, turn
             self.size += size
-        return turn
+        return raw, turn
 
 
 @dataclasses.dataclass
@@ -1235,6 +1270,15 @@ _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_CLOCK = (
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
+    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
+    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
+)
+
+
 def lines(label: str, marker: str, pattern: str) -> Lift:
     """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
     compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
@@ -1376,9 +1420,9 @@ def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         if inside is None:
             inside = fences(text)
-        start, end = piece[0][0]
+        start = piece[0][0][0]
         at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
-        if at == len(inside) or inside[at][0] >= end:
+        if at == len(inside) or inside[at][0] > start:
             yield piece
         elif at > tried:
             tried = at
@@ -1405,25 +1449,292 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     return text, found
 
 
-def lift(view: View, replay: Replay) -> list[Lifted]:
-    """Cut volatile texts out of the system prompt, in place, and return them.
+# --- what was seen to vary ------------------------------------------------------------------------
 
-    Only where it pays, and where somebody speaks, so that there is a turn to set them down in.
-    """
-    if not replay.rows or not pays(view):
-        return []
-    if not any(replay.said(turn).speaks for turn in view.turns):
-        return []
-    found: list[Lifted] = []
-    for turn in view.system():
-        cut = [replay.lift_text(slot.get()) for slot in turn.slots()]
-        if any(pieces for _, pieces in cut):
-            turn = view.replace(turn, turn.own())
-            for slot, (text, pieces) in zip(turn.slots(), cut, strict=True):
-                slot.set(text)
-                found += pieces
-            drop_empty(view, turn)
-    return found
+ATOM = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # a sentence of a line, or what is left of the line
+SURE = re.compile(  # values that vary by themselves
+    rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
+    r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
+)
+MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
+    r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
+)
+LEARNED = "learned: "  # begins the labels of what was seen to vary
+BLOCK = LEARNED + "block "
+LEARNED_SHAPES = 64
+LEARNED_BLOCK = 4096  # characters
+LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
+
+
+class Shape(NamedTuple):
+    """Something in system prompts that was seen to vary: a sentence or line of this form (values
+    are `#`), or else whatever stands between two texts that stay."""
+
+    form: str = ""
+    after: str = ""
+    before: str = ""
+
+    def name(self) -> str:
+        return (
+            f"{LEARNED}{self.form.strip()}"
+            if self.form
+            else f"{BLOCK}between {self.after!r} and {self.before!r}"
+        )
+
+    def pattern(self) -> str:
+        """A LIFT_REGEX for it."""
+        if self.form:
+            return ".+".join(map(re.escape, self.form.strip().split("#")))
+        return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
+
+    def row(self) -> Lift:
+        marker = max(self.form.split("#"), key=len) if self.form else self.after
+        return Lift(self.name(), marker, self.said if self.form else self.block)
+
+    def said(self, text: str) -> Iterator[Piece]:
+        """The lines of this form, or the sentences at the beginning or the end of a line."""
+        marker, at = max(self.form.split("#"), key=len), 0
+        for _ in range(8):
+            if (at := text.find(marker, at)) < 0:
+                return
+            start = text.rfind("\n", 0, at) + 1
+            end = text.find("\n", at) + 1 or len(text)
+            line = text[start:end].rstrip("\n")
+            first = ATOM.match(line)
+            last = line.rfind(". ") + 1
+            if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
+                yield [(start, end)], line.strip()
+            elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
+                yield [(start, start + first.end() + 1)], first[0]
+            elif form_of(line[last:][:LEARNED_BLOCK]) == self.form:
+                yield [(start + last, start + len(line))], line[last:].strip()
+            at = end
+
+    def block(self, text: str) -> Iterator[Piece]:
+        """The lines between the two, which have to stand there once; it is told behind the line in
+        front of it."""
+        start = line_end(text, self.after)
+        if start < 0 or line_end(text, self.after, start) >= 0:
+            return
+        end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
+        block = text[start:end].strip()
+        if end < start or not block or end - start > LEARNED_BLOCK:
+            return
+        start += text.startswith("\n", start)
+        heading = self.after.strip() if len(self.after) <= 120 else ""
+        yield [(start, end)], f"{heading}\n{block}".strip()
+
+
+def line_end(text: str, line: str, start: int = 0) -> int:
+    """Where a line of a text ends, without its newline; -1 if there is no such line."""
+    at = start
+    while (at := text.find(line, at)) >= 0:
+        end = at + len(line)
+        if text[max(0, at - 1) : at] in ("", "\n") and text[end : end + 1] in ("", "\n"):
+            return end
+        at = end
+    return -1
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines, without empty ones."""
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def sure_form(text: str) -> str:
+    """A text with # for each value that varies by itself: a clock, an id, a long number."""
+    return SURE.sub("#", text) if MAY_VARY.search(text) else text
+
+
+def form_of(text: str) -> str:
+    """A text with # for each number as well."""
+    return NUMBER.sub("#", sure_form(text))
+
+
+def changed_form(old: str, new: str) -> str:
+    """The form of the one sentence in which two lines of one form differ, if it is the first or the
+    last; else of the line."""
+    atoms = ATOM.findall(new)
+    others = ATOM.findall(old)
+    differ = [at for at, pair in enumerate(zip(others, atoms)) if pair[0] != pair[1]]  # noqa: B905
+    if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
+        return form_of(atoms[differ[0]])
+    return form_of(new)
+
+
+class Change(NamedTuple):
+    """Where two system texts differ between two lines that stand once in both."""
+
+    after: str
+    before: str
+    gone: list[str]
+    new: list[str]
+
+    def size(self) -> int:
+        return 100 + sum(map(len, self.gone)) + sum(map(len, self.new))
+
+
+def changes(old: list[str], new: list[str]) -> Iterator[Change]:
+    """What differs between two texts, given as lines. Linear in their number."""
+    counts = collections.Counter(old)
+    places = {line: at for at, line in enumerate(old) if counts[line] == 1}
+    counts = collections.Counter(new)
+    stays = [(line, at) for at, line in enumerate(new) if counts[line] == 1 and line in places]
+    after, left, right = "", -1, -1  # the last one that stays, and its places in both
+    for line, at in [*stays, ("", len(new))]:
+        place = places.get(line, len(old))
+        if place <= left:
+            continue  # moved
+        if old[left + 1 : place] != new[right + 1 : at]:
+            yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
+        after, left, right = line, place, at
+
+
+class Learner:
+    """Finds what varies in system prompts by comparing each new one with the closest before it.
+    Safe to use from many threads."""
+
+    def __init__(self, rows: tuple[Lift, ...]) -> None:
+        self.table = self.rows = rows
+        self.shapes: dict[Shape, None] = {}
+        self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
+        self.texts: dict[str, list[str]] = {}  # by the text, its lines
+        self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
+        self.lock = threading.Lock()
+
+    def add(self, shapes: Iterable[Shape]) -> None:
+        """Lift these from now on."""
+        with self.lock:
+            for shape in shapes:
+                if len(self.shapes) < LEARNED_SHAPES and shape not in self.shapes:
+                    self.shapes[shape] = None
+                    self.news.append(shape)
+            self.rows = self.table + tuple(shape.row() for shape in self.shapes)
+
+    def read(self, text: str, rest: str) -> bool:
+        """Compare a system text with the closest one before it, and learn what varies; whether
+        something was learned. `rest` is the text after all lifts."""
+        if rest in self.texts or len(rest) > LEARNED_TEXT:
+            return False
+        mine = lines_of(rest)
+        apart = set(mine)
+        others = list(self.texts.values())
+        closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
+        apart.difference_update(closest)
+        alike = 2 * len(apart) <= len(mine)
+        if not alike and len(rest) <= LEARNED_BLOCK:
+            alike = list(map(form_of, mine)) == list(map(form_of, closest))
+        found: list[Shape] = []
+        differing = list(changes(closest, mine)) if closest and alike else []
+        if sum(change.size() for change in differing) <= 4 * LEARNED_BLOCK:
+            for change in differing:
+                shapes = self.judge(change, mine)
+                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        known = list(self.texts)
+        if found:
+            self.add(found)  # what is lifted now differs no more
+            known = [lift_text(old, self.rows)[0] for old in known]
+            rest = lift_text(text, self.rows)[0]
+        kept = [*known, rest][-16:]
+        self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
+        return bool(found)
+
+    def judge(self, change: Change, lines: list[str]) -> list[Shape]:
+        """What of a change varies, as far as one can know by now: values that vary by themselves,
+        and listings, at once; numbers, and blocks of any kind, when they had three values."""
+        if len(change.gone) == len(change.new):
+            pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
+            if all(form_of(old) == form_of(new) for old, new in pairs):
+                sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
+                forms = [changed_form(old, new) for old, new in pairs]
+                if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
+                    named = zip(forms, pairs, strict=True)
+                    return [Shape(form) for form, pair in named if sure or self.varies(form, *pair)]
+                place = self.borders(change, lines)
+                return [place] if place and (sure or self.varies(place, *pairs[0])) else []
+        place = self.borders(change, lines)
+        sure = any(map(LISTED.match, [*change.gone, *change.new]))
+        varies = place and self.varies(place, tuple(change.gone), tuple(change.new))
+        return [place] if place and (sure or varies) else []
+
+    def varies(self, key: Any, old: Any, new: Any) -> bool:
+        """Whether something had three values by now: two may be two modes of a client."""
+        values = self.seen.get(key, frozenset()) | {hash(old), hash(new)}
+        remember(self.seen, key, values)
+        return len(values) > 2
+
+    def borders(self, change: Change, lines: list[str]) -> Shape | None:
+        """The block that a change is in: between two lines that stand once, outside of a listing.
+        None if that is larger than a block may be."""
+        counts = collections.Counter(lines)
+        start = lines.index(change.after) if change.after else -1
+        end = lines.index(change.before) if change.before else len(lines)
+        while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
+            start -= 1
+        while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
+            end += 1
+        if start < 0 or sum(map(len, lines[start + 1 : end])) > LEARNED_BLOCK:
+            return None
+        return Shape("", lines[start], lines[end] if end < len(lines) else "")
+
+
+class Lifter:
+    """Cuts volatile texts out of system prompts: what the table and the user name, and what was
+    seen to vary. Safe to use from many threads."""
+
+    def __init__(self, config: Config) -> None:
+        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
+        self.learner = Learner(LIFTS + own if config.lift else ())
+        self.learns = config.lift and config.learn
+        self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
+        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see choose()
+
+    def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
+        """lift_text() with a memory: conversations share their system prompts."""
+        known = self.known.get((text, id(rows)))
+        if known is None or known[0] is not rows:
+            known = rows, lift_text(text, rows)
+            if len(text) <= 1 << 17:
+                remember(self.known, (text, id(rows)), known, 16)
+        return known[1]
+
+    def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
+        """The system texts of a conversation, each cut. While its old rows lead to the prompt that
+        was sent before, a running conversation keeps those that it began with; else it is read
+        anew anyway, and gets all that was learned, also from these very texts."""
+        rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
+        cut = [self.cut(text, rows) for text in texts]
+        if not self.learns or sent == hash(tuple([rest for rest, _ in cut])):
+            return cut
+        if rows is not self.learner.rows:
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        if any([self.learner.read(text, rest) for text, (rest, _) in zip(texts, cut, strict=True)]):
+            cut = [self.cut(text, self.learner.rows) for text in texts]
+        left = hash(tuple([rest for rest, _ in cut]))
+        remember(self.begun, conversation, (self.learner.rows, left))
+        return cut
+
+    def lift(self, view: View, conversation: int) -> list[Lifted]:
+        """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
+        `conversation`: a hash of the client and the first user's words."""
+        if not pays(view):
+            return []
+        turns = [turn for turn in view.system() if turn.slots()]
+        texts = [slot.get() for turn in turns for slot in turn.slots()]
+        cut = iter(self.cut_all(texts, conversation))
+        found: dict[str, str] = {}
+        for turn in turns:
+            count, own = len(found), turn.own()
+            for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
+                if found.keys().isdisjoint(label for label, _ in pieces):
+                    slot.set(text)  # else another part has such a line, and this one stays
+                    found.update(pieces)
+            if len(found) > count:
+                drop_empty(view, view.replace(turn, own))
+        return list(found.items())
 
 
 # ==================================================================================================
@@ -1439,10 +1750,21 @@ def lift(view: View, replay: Replay) -> list[Lifted]:
 
 # Carriers are made of these decorations. Of the others alone a person may have typed a message.
 CARRIED = frozenset(
-    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours")
+    (
+        "block",
+        "context",
+        "event",
+        "runtime",
+        "internal",
+        "reminder",
+        "environment",
+        "yours",
+        "tagged",
+    )
 )
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
+UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
 ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
@@ -1474,6 +1796,88 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, text[start:end]
 
 
+# What a program may have written at an end of a user text, though nobody described it: a block in
+# a tag, under a label in brackets, or of labelled JSON; a time in brackets. It counts as a part of
+# the text everywhere but where a client takes it out of its history, or puts a time in.
+PROGRAM_BLOCK = 8192  # characters, at most
+TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
+END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
+LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
+TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
+JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
+
+
+def program_lead(text: str, at: int) -> int:
+    """Where a block that a program may have written at text[at] ends; `at` if there is none."""
+    room = at + PROGRAM_BLOCK
+    if tag := TAG.match(text, at):
+        end = text.find(f"</{tag[1]}>", tag.end(), room) + len(tag[1]) + 3
+        return end if end > tag.end() and text[end : end + 1] in ("", " ", "\n") else at
+    if label := JSON_LABEL.match(text, at):
+        end = text.find("\n```", label.end(), room)
+        return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
+    label = LABEL.match(text, at)
+    if label:
+        end = text.find("\n[/", label.end(), room)
+        close = text.find("]", end, room) if end >= 0 else -1
+        if close >= 0 and label[1].startswith(text[end + 3 : close]):
+            return close + 1
+    if time := TIME_LABEL.match(text, at):
+        return time.end()
+    if label and ": " not in label[1]:
+        return max(at, text.find("\n\n", label.end(), room))
+    return label.end() if label else at
+
+
+def program_tail(text: str, start: int, end: int) -> int:
+    """Where a block that a program may have written at the end of text[start:end] begins; `end` if
+    there is none."""
+    room = max(start, end - PROGRAM_BLOCK)
+    at = -1
+    if tag := END_TAG.search(text, max(start, end - 70), end):
+        at = text.rfind(f"\n<{tag[1]}", room, tag.start())
+    elif text.endswith("}", start, end):
+        at = text.rfind("\n[", room, end)
+        label = LABEL.match(text, at + 1)
+        at = at if label and text.startswith("\n{", label.end()) else -1
+    elif text.endswith("\n```", start, end):
+        at = text.rfind(":\n```json\n", room, end)
+        at = text.rfind("\n", room, at) if at >= 0 else -1
+    elif text.endswith("]", start, end):
+        at = text.rfind("\n[", room, end)
+        if text.startswith("\n[/", at):
+            at = text.rfind("\n[" + text[at + 3 : end - 1], room, at)
+        elif not TIME_LABEL.match(text, at + 1, end):
+            at = -1
+    if at < 0:
+        at = text.rfind("\n\n[", room, end)
+        label = LABEL.match(text, at + 2, end) if at >= 0 else None
+        at = at + 1 if label and text.find("\n\n", at + 2, end) < 0 else -1
+    return at + 1 if at >= start else end
+
+
+def strip_programs(text: str) -> tuple[list[Decoration], str]:
+    """undress() that takes what looks like a program's own for decorations as well. The kind is
+    program, or tagged where a message of nothing else is most likely no person's."""
+    found: list[Decoration] = []
+    while True:
+        start = len(text) - len(text.lstrip())
+        end = program_lead(text, start)
+        block, rest = text[start:end], text[end:]
+        if end == start:
+            end = text_end(text, start, len(text))
+            at = program_tail(text, start, end)
+            block, rest = text[at:end], text[:at]
+        if not block:
+            return found, text
+        check_limit("decorations of a text", len(found))
+        tag = TAG.match(block)
+        named = tag is not None and not tag[1].isalnum()
+        found.append(("tagged" if named else "program", block.strip()))
+        more, text = undress(rest)
+        found += more
+
+
 def text_end(text: str, start: int, end: int) -> int:
     """Where text[start:end] ends without the space behind it."""
     while end > start and text[end - 1].isspace():
@@ -1502,6 +1906,8 @@ class Said(NamedTuple):
     size: int = 0  # characters of a user turn
 
 
+SILENT = Said(0, 0)
+NO_TURNS: list[Turn] = []
 NOTHING: dict[str, str] = {}
 
 
@@ -1509,25 +1915,26 @@ class Unit:
     """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
     unit of a request has only carriers: those in front of everything else."""
 
-    __slots__ = (
-        "calls", "carriers", "dropped", "inserted", "role", "said", "stored", "turns", "whole",
-        "words",
-    )  # fmt: skip
+    carriers: list[Turn] = NO_TURNS
+    inserted = NOTHING  # what kvproxy set down in it, by label
+    stored: Stored | None = None  # as it was sent before
+    dropped = False  # a carrier of it is not sent
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
-        self.carriers: list[Turn] = []
-        first = said[0] if said else Said(0, 0)
+        first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
-        self.inserted = NOTHING  # what kvproxy set down in it, by label
-        self.stored: Stored | None = None  # as it was sent before
-        self.dropped = False  # a carrier of it is not sent
 
     def add(self, turn: Turn, said: Said) -> None:
         """Take in another turn, or a carrier."""
-        (self.carriers if said.carrier else self.turns).append(turn)
+        if said.carrier:
+            if self.carriers is NO_TURNS:
+                self.carriers = []
+            self.carriers.append(turn)
+        else:
+            self.turns.append(turn)
         self.said.append(said)
 
     def sum_up(self) -> None:
@@ -1546,7 +1953,7 @@ class Unit:
         for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
             said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
             units.append(Unit("user", [turn], [said]))
-        self.carriers, self.said = [], self.said[: len(self.turns)]
+        self.carriers, self.said = NO_TURNS, self.said[: len(self.turns)]
         return units
 
     def blocks(self) -> list[Decoration]:
@@ -1718,23 +2125,12 @@ class Replay:
         self.lines = Lines(config.replay_mb << 20)
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
-        own = tuple(own_lift(pattern) for pattern in config.lift_regex)
-        self.rows = LIFTS + own if config.lift else ()
-        self.lifts: dict[str, tuple[str, list[Lifted]]] = {}
+        self.learns = config.learn
         self.roles: dict[int, bool] = {}  # see stays()
 
     def size(self) -> int:
         """Bytes held, roughly."""
         return self.lines.size + self.tools.size
-
-    def lift_text(self, text: str) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory: conversations share their system prompts."""
-        known = self.lifts.get(text)
-        if known is None:
-            known = lift_text(text, self.rows)
-            if len(text) <= 1 << 17:
-                remember(self.lifts, text, known, 16)
-        return known
 
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
         """Whether a system message behind the first user text was seen to stay in a history before
@@ -1759,7 +2155,7 @@ class Replay:
 
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
-            return Said(0, 0)
+            return SILENT
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
@@ -1779,19 +2175,22 @@ class Replay:
             blocks=tuple(blocks),
             carrier=carrier,
             speaks=bool(text) or more,
-            opening=digest(text),
+            opening=digest(*[block for kind, block in blocks if kind in UNNAMED], text),
             calls=calls_of(turn),
             size=len(plain_text),
         )
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that knows the user's own decorations as well."""
+        """undress() that knows the user's own decorations as well, and finds those of programs."""
         blocks, words = undress(text)
         for pattern in self.patterns:
             found = [match.group().strip() for match in pattern.finditer(words)]
             if any(found):
                 more, words = undress(pattern.sub("", words).strip())
                 blocks = [*blocks, *[("yours", one) for one in found if one], *more]
+        if self.learns:
+            more, words = strip_programs(words)
+            blocks = [*blocks, *more]
         return blocks, words.strip()
 
     def units(self, view: View) -> list[Unit]:
@@ -1855,7 +2254,8 @@ class Replay:
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
             if restored_bytes([units[at] for at in kept]) > size + SLACK:
-                self.overflowed(Trace(line=match.line))
+                if learn:
+                    self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
         trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
@@ -1950,14 +2350,17 @@ class Replay:
         record = Record(trace.conversation, newest, prefill)
         size = 500 + 150 * end
         for at, unit in enumerate(units[:end]):
+            old = unit.stored
+            if old is not None and old.turns is None and old.whole == unit.whole:
+                record.units.append(old)  # the usual case, in long histories
+                continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             if match.record is not None and at < match.depth:
                 heard = match.record.units[at].heard
-            old = unit.stored
             if old is None or old.whole != unit.whole:
                 stored = self.stored(unit, at >= newest, at == first, heard)
-            elif at >= newest or at == first or old.blocks or old.inserted or old.turns is None:
-                stored = old  # the usual case, in long histories
+            elif at >= newest or at == first or old.blocks or old.inserted:
+                stored = old
             else:
                 stored = old._replace(turns=None, carriers=())  # once history, it is settled
             record.units.append(stored)
@@ -2084,6 +2487,11 @@ def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
     theirs = collections.Counter([text for _, text in stored.blocks])
     if mine in (theirs, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
+    added = mine - theirs
+    if place >= newest and added and all(map(MESSAGE_TIME.fullmatch, added)):
+        told = "\n".join(theirs)  # once a message is history, a client adds when it came
+        if all(date in told for text in added for date in DATE.findall(text)):
+            mine &= theirs
     if mine <= theirs:
         if place < newest:
             return False  # once history, it has been settled
@@ -2193,6 +2601,12 @@ def storable(turn: Turn) -> Turn:
 
 # --- lifted text ----------------------------------------------------------------------------------
 
+LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+MESSAGE_TIME = re.compile(
+    r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
+    r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
+)
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
 
 
@@ -2233,7 +2647,11 @@ def settle_insertions(
             for label, text in stored.inserted.items() if stored else ():
                 standing[label] = text
                 since.setdefault(label, at)
-        gone = [since[label] for label in standing if label not in wanted]
+        gone = [
+            since[label]
+            for label, text in standing.items()
+            if label not in wanted or (BLOCK in label and withdraws(text, wanted[label]))
+        ]
         if gone:
             depth = min(gone)
             continue
@@ -2248,6 +2666,18 @@ def settle_insertions(
             depth = target
             continue
         return depth, pending
+
+
+def withdraws(before: str, after: str) -> bool:
+    """Whether a block has fewer lines than it had, or none with a label that it had; those of
+    listings come and go."""
+
+    def labels(lines: Iterable[str]) -> collections.Counter[str]:
+        forms = [form_of(line) for line in lines if not LISTING.match(line)]
+        return collections.Counter([form.partition(":")[0] * (":" in form) for form in forms])
+
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    return bool(labels((old - new).elements()) - labels((new - old).elements()))
 
 
 def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
@@ -2298,7 +2728,8 @@ class Editor:
     """All edits of a request's body, in order: scrub, roles, lift, replay."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.scrubber, self.replay = config, Scrubber(config), Replay(config)
+        self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
+        self.replay = Replay(config)
 
     def apply(
         self,
@@ -2325,7 +2756,11 @@ class Editor:
             system_first(view, report, stays)
         if not replays:
             return Trace(self.replay.conversation(view))
-        lifted = lift(view, self.replay)
+        said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
+        lifted = []
+        if any(one.speaks for one in said):  # else it could not be set down
+            first = next((one.words for one in said if one.words), 0)
+            lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
         trace = self.replay.apply(view, lifted, report, client, size, learn)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
@@ -2907,13 +3342,6 @@ def alike(a: str, b: str) -> bool:
     return sum(len(line) * count for line, count in lines.items()) > wanted
 
 
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
-_CLOCK = (
-    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d[:\d.]*)?|\b\d{1,2}:\d\d[:\d.]*(?: ?[AaPp][Mm])?"
-    rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
-    rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
-)
 KINDS = (  # what a differing span looks like, most telling first
     ("clock", _CLOCK),
     ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),

@@ -2262,7 +2262,7 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: Patch) -> None:
 
 def scrub_work(text: str) -> None:
     """All that looks for something in a text."""
-    kvproxy.undress(text)
+    kvproxy.strip_programs(text)
     kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
     body = {"messages": items_of("chat", ("system", text), ("user", text))}
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
@@ -2971,12 +2971,14 @@ class RpClient:
 
 @pytest.fixture(scope="module")
 def rp_rig() -> Iterator[Rig]:
-    """A rig for all tests that need no settings of their own."""
-    with shared_rig() as made:
+    """A rig for all tests that need no settings of their own; what one test shows must not be
+    learned in another."""
+    with shared_rig(learn=False) as made:
         yield made
         reader, scrubber = made.proxy.reader, made.proxy.scrubber
         assert reader.known
-        for raw, turn in reader.known.items():  # requests share them: nobody may have changed one
+        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
+        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
             counts = scrubber.edit(fresh, True) if fresh.role == "user" else None
             assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
@@ -4645,7 +4647,7 @@ def test_replay_memory_is_bounded() -> None:
         )
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 50 < len(lines.used) < 250 and len(desk.replay.lifts) <= 16
+    assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
     assert tools.size == sum(size for _, size in tools.entries.values())
 
@@ -4994,10 +4996,10 @@ def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> N
     body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
     reader, parsed = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), rp_parsed(monkeypatch)
-    around = kvproxy.parse  # what stands around the turns comes as text, a whole body as bytes
+    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
 
     def partly(raw: Any) -> Json:
-        return around(raw) if isinstance(raw, str) else pytest.fail("parsed as a whole")
+        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
 
     monkeypatch.setattr(kvproxy, "parse", partly)
     before: list[kvproxy.Turn] = []
@@ -5031,6 +5033,274 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
         kvproxy.Scrubber(Config(strip_message_ids="1")).edit(turn, True)
         assert b"message_id" not in turn.json()
         assert known(turn) == known(kvproxy.turn_of(json.loads(turn.json())))
+
+
+# --- Learning: clients that nobody described ------------------------------------------------------
+
+LN_WORDS = [
+    "amber",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "harbor",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+    "mesa",
+    "pier",
+]
+LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
+    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
+    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
+    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
+    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
+    "number": lambda rng, n: str(10**9 + n),
+    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
+    "short": lambda rng, n: str(n),
+    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
+}
+LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
+LN_PLACES = {  # where it varies in a system prompt; {} is the value
+    "line": "Your {name} is {}",
+    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
+    "heading": "## The current {name}\n{}\n",
+    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
+    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "fence": "The {name}:\n```\n?? {}.txt\n```",
+}
+LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
+    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
+    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
+    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
+    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
+    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
+    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
+}
+
+
+class LnClient:
+    """An invented client: a system prompt in which some places vary, and a habit of dressing the
+    newest text with a block that is gone when the text is history."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.rules = [
+            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
+        ]
+        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
+        self.kinds = {
+            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
+            for place in self.places
+        }
+        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
+        self.values: dict[str, list[str]] = {place: [] for place in self.places}
+        self.block = rng.choice([*LN_BLOCKS, ""])
+        self.carried = (
+            self.block in ("tag", "end tag") and rng.random() < 0.5
+        )  # a message of its own
+        self.count = rng.randrange(3)
+
+    def value(self, kind: str) -> str:
+        self.count += 1
+        return LN_VALUES[kind](self.rng, self.count)
+
+    def system(self, begins: bool) -> str:
+        """The system prompt of the next request; some values change."""
+        lines = list(self.rules)
+        for number, place in enumerate(self.places):
+            if begins or self.each[place]:
+                self.values[place].append(self.value(self.kinds[place]))
+            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
+            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
+        return "\n".join(lines)
+
+    def known(self) -> bool:
+        """Whether by now each place has shown that it varies."""
+        return all(
+            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
+        )
+
+    def sure(self, place: str) -> bool:
+        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
+
+    def newest(self, text: str) -> list[Turn]:
+        if not self.block:
+            return [("user", text)]
+        front, block = LN_BLOCKS[self.block]
+        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
+        block = block.replace("{}", f"{10 + self.count % 50}")
+        if self.carried:
+            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
+        return [("user", block + text if front else text + block)]
+
+
+def ln_play(one: Rig, dialect: str, seed: int) -> None:
+    """Two to six conversations of an invented client; each prompt is held against the promises."""
+    maker, client = LnClient(seed), RpClient(one, dialect)
+    fronts: list[str] = []
+    for talk in range(maker.rng.randint(2, 6)):
+        history: list[Turn] = []
+        before: list[str] = []
+        for turn in range(maker.rng.randint(2, 4)):
+            known = maker.known()
+            system = maker.system(begins=turn == 0)
+            said = f"Question {turn} of talk {talk}, please."
+            newest = maker.newest(said)
+            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
+            prompt = client.send([*history, *newest], answer, system=system)
+            told = "\n".join(prompt)
+            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
+            for place, values in maker.values.items():
+                stands = {value: told.rfind(value) for value in set(values)}
+                assert stands[values[-1]] >= 0, (place, values[-1], told)
+                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
+            for line in re.split(r"\n|(?<=\.) ", system):
+                assert line in told, line
+            if known and turn:
+                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
+            if known and turn == 0:
+                assert prompt[0] in fronts, (maker.places, maker.kinds)
+            fronts.append(prompt[0])
+            before = prompt
+            history += [("user", said), ("assistant", answer)]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
+def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None:
+    """After the first surprise of each shape every request is an append, every new conversation
+    begins with the front of another, and all that the client says stands there, newest last."""
+    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_nothing_without_learn(rig: MakeRig, dialect: str) -> None:
+    """Not a byte of what invented clients send is touched."""
+    one = rig(learn=False)
+    for seed in range(12):
+        maker, client = LnClient(seed), RpClient(one, dialect)
+        history: list[Turn] = []
+        for turn in range(4):
+            newest = maker.newest(f"Question {turn}")
+            system = maker.system(begins=True)
+            assert client.send([*history, *newest], system=system) == rp_prompt(
+                client.body([*history, *newest], system)
+            )
+            history += [("user", f"Question {turn}"), ("assistant", "ok")]
+
+
+def ln_rules(*lines: str) -> str:
+    """A system prompt of rules, with some lines in their middle."""
+    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
+    return "\n".join([*rules[:45], *lines, *rules[45:]])
+
+
+def ln_fronts(one: Rig, *systems: str) -> list[str]:
+    """The system prompts that the server gets, each for a conversation of its own."""
+    client = RpClient(one, "chat")
+    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
+
+
+def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
+    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
+
+
+def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
+    for old, new in (
+        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
+        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
+    ):  # fmt: skip
+        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
+        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_nothing_of_two_modes(rig: MakeRig) -> None:
+    """A client that goes from one to the other and back keeps both fronts."""
+    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
+    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_from_three_values_of_a_block(rig: MakeRig) -> None:
+    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
+    fronts = ln_fronts(rig(), *moods)
+    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
+    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
+    rig: MakeRig, dialect: str
+) -> None:
+    """What another conversation taught costs a running one no append."""
+    client = RpClient(rig(), dialect)
+    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
+    talk: list[Turn] = [("user", "one")]
+    before = client.send(talk, "Yes.", system=first)
+    other = client.send([("user", "another")], system=second)
+    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
+    talk += [("assistant", "Yes."), ("user", "two")]
+    before = client.extends(before, talk, "No.", system=first)
+    talk += [("assistant", "No."), ("user", "three")]
+    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert before[0] == f"system\n{first}"
+
+
+def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: MakeRig) -> None:
+    """Nor one of a block, though the rest of it is told anew."""
+    client = RpClient(rig(), "chat")
+    for n in range(3):
+        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
+        client.send([("user", f"hi {n}")], "Hello.", system=text)
+    text = ln_rules("State:", "gate: shut", "Done.")
+    talk: list[Turn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
+    prompt = "\n".join(client.send(talk, system=text))
+    assert "gate: shut" in prompt and "door" not in prompt
+
+
+def test_lift_learns_within_bounds(rig: MakeRig) -> None:
+    one = rig()
+    learner = one.proxy.editor.lifter.learner
+    rules = ln_rules().splitlines()
+    for n in range(80):
+        for k in (1, 2):
+            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
+            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
+    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
+
+
+def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: MakeRig) -> None:
+    """Of two parts of a system prompt that both have it, the second is left as it is."""
+    client = RpClient(rig(), "messages")
+    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
+    body = {**client.body([("user", "hi")]), "system": parts}
+    told = json.dumps(client.post(body))
+    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_restores_a_block_behind_which_a_time_was_added(rig: MakeRig, dialect: str) -> None:
+    """A client that takes its context out, and adds when the message came: learned."""
+    client = RpClient(rig(), dialect)
+    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
+    before = client.send([("user", f"one{block}")])
+    history: list[Turn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
+    history += [("assistant", "ok"), ("user", "two")]
+    client.extends(before, history)
+
+
+@pytest.mark.parametrize(
+    "added", ["[Message Time: 2026-12-02T10:15:07]", "[Ann 2026-12-01]", "[x]"]
+)
+def test_replay_keeps_what_a_client_adds_to_its_history(client: RpClient, added: str) -> None:
+    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
+    client.send([("user", f"one{block}")])
+    history: list[Turn] = [("user", f"{added}\none"), ("assistant", "ok"), ("user", "two")]
+    assert client.send(history) == client.came(history)
 
 
 # --- Truth: random conversations over sockets -----------------------------------------------------
@@ -14692,6 +14962,8 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     history is restored only behind the answer that was heard. The numbers are the server's own."""
     script = [
         after["messages"][len(before["messages"]) - 1]
+        if len(after["messages"]) > len(before["messages"])
+        else {"role": "assistant", "content": "That is all."}
         for before, after in itertools.pairwise(bodies)
     ]
 
@@ -14753,6 +15025,45 @@ def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
         said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
         said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
     return requests
+
+
+def invented_client(mark: str) -> list[dict[str, Any]]:
+    """Two conversations of a client that no table knows: an id that changes on each turn stands
+    near the front, and a block behind the newest text that is gone from the history."""
+    system = real_system(mark, 700).split("\n", 1)
+    requests = []
+    for talk in range(2):
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            job = f"Your job is {0x7F3A9C1B2D00 + 16 * talk + turn:x}."
+            front = {"role": "system", "content": "\n".join([system[0], job, system[1]])}
+            said = f"Talk {talk}, question {turn}: {kvproxy.filler(20, turn)}"
+            state = f"\n\n<desk_state>\nstep {turn}: {kvproxy.filler(20, 7)}\n</desk_state>"
+            newest = {"role": "user", "content": said + state}
+            body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat")}
+            requests.append({**body, "messages": [front, *messages, newest]})
+            answer = f"Answer {turn} of talk {talk} is this."
+            messages += [
+                {"role": "user", "content": said},
+                {"role": "assistant", "content": answer},
+            ]
+    return requests
+
+
+def test_real_invented_client_is_learned(llama: Llama) -> None:
+    """After the first change only what is new is read, in this conversation and the next."""
+    straight = [real_post(llama.url, PATHS["chat"], body) for body in invented_client("Ann")]
+    bodies = invented_client("Bob")
+    with (
+        scripted_answers(llama.url, bodies) as url,
+        Proxy(Config(backend_url=url, listen_port=0, log_level="error")) as proxy,
+    ):
+        through = [real_post(proxy.url, PATHS["chat"], body) for body in bodies]
+    show("an invented client", straight, through)
+    for prompt, read in straight[1:]:
+        assert read > 0.9 * prompt
+    for prompt, read in through[2:]:
+        assert read < 0.2 * prompt
 
 
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
