@@ -79,6 +79,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -3867,64 +3868,50 @@ def step_of(view: View) -> str:
 # of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
-HEAD_LIMIT = 65536  # bytes of a request's or response's head
-HEADER_LIMIT = 100  # header lines; llama-server has the same limit
+HEAD_LIMIT = 65536  # bytes of a head
+HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's own sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
-BODY_SECONDS = 60.0  # a request's body may take this long for each MB, and in all at least this
+BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
 KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
-REUSE_SECONDS = 4.0  # llama-server closes a connection after 5 idle seconds
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
 TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
 
-# RFC 9110 section 7.6.1; with the names that Connection lists. Authorization is end to end.
-HOP_BY_HOP = frozenset(
-    (
-        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
-    )
-)
-WRITTEN_ANEW = HOP_BY_HOP | {"host", "expect", "content-length", "x-kvproxy-conversation"}
-CHUNKED_DROPS = HOP_BY_HOP | {"content-length"}
+# RFC 9110 section 7.6.1. Authorization is end to end.
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
+WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+TOKEN_START = re.compile(TOKEN)
 REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
-STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-TRAILER_LINE = re.compile(rb"%s:[\t\x20-\x7e\x80-\xff]*\r\n" % TOKEN)
+TRAILER_LINE = re.compile(rb"(?:%s:[\t\x20-\x7e\x80-\xff]*)?\r\n" % TOKEN)
 HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
-KEPT_FOR = re.compile(r"timeout=([0-9]{1,6})")
-TOKEN_BYTES = re.compile(TOKEN)
 
 Headers = list[tuple[bytes, bytes]]
-Part = tuple[bytes, bytes, bool]  # as received, the payload in it, whether the body ends with it
+Url = urllib.parse.SplitResult
+Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
 class BadMessage(http.client.HTTPException):
-    """A message that is not HTTP/1.x as RFC 9112 has it; the text says where."""
+    """A message that is not HTTP/1.x as RFC 9112 has it."""
 
 
 class TooLong(BadMessage):
     """A head or a line that is longer than its limit."""
 
 
-class BodyTooLong(Exception):
-    """A body that is longer than its limit."""
-
-
 class Refused(Exception):
-    """The proxy answers by itself: `status`, and a sentence that says what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """The proxy answers by itself: (status, a sentence that says what to do)."""
 
 
 class ClientGone(Exception):
@@ -3939,44 +3926,28 @@ class Answered(Exception):
     """The server answers before it has read the whole request."""
 
 
-# --- waiting for sockets --------------------------------------------------------------------------
+# --- sockets --------------------------------------------------------------------------------------
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
 
 
-class SelectPoll:
-    """select.poll for Windows. `selectors` would do for both, but has no POLLRDHUP; select.select
-    itself takes no descriptor above 1023 elsewhere."""
+def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+    """The events that come of those that are wanted of sockets (by descriptor).
 
-    def __init__(self) -> None:
-        self.wanted: dict[int, int] = {}
-
-    def register(self, sock: socket.socket, events: int) -> None:
-        self.wanted[sock.fileno()] = events
-
-    modify = register
-
-    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        reads = [descriptor for descriptor, events in self.wanted.items() if events & READ]
-        writes = [descriptor for descriptor, events in self.wanted.items() if events & WRITE]
-        if not reads and not writes:  # Windows does not take three empty lists
-            time.sleep(milliseconds / 1000)
-        else:
-            reads, writes, _ = select.select(reads, writes, [], milliseconds / 1000)
-        ready = {*reads, *writes}
-        return [(one, READ * (one in reads) | WRITE * (one in writes)) for one in ready]
-
-
-Poll: Any = getattr(select, "poll", SelectPoll)
-
-
-def poll_one(sock: socket.socket, events: int, seconds: float) -> int:
-    """Wait for a socket; the events that came, 0 when none did."""
-    poller = Poll()
-    poller.register(sock, events)
-    found = poller.poll(1000 * max(0.0, seconds))
-    return found[0][1] if found else 0
+    `selectors` has no POLLRDHUP; select() takes no descriptor above 1023 on Unix."""
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        for descriptor, events in wanted.items():
+            poller.register(descriptor, events)
+        return dict(poller.poll(1000 * max(0.0, seconds)))
+    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
+    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
+    if not reads and not writes:  # Windows does not take three empty lists
+        time.sleep(max(0.0, seconds))
+        return {}
+    reads, writes, _ = select.select(reads, writes, [], max(0.0, seconds))
+    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -3985,28 +3956,24 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file that calls `wait(events)` where it would block.
+    """A connected socket as a file that calls `wait(events)` where it would block, so that the
+    relay can wait for both of its sockets at once. It stands in for the socket in the library.
 
-    That is what lets the relay wait for both of its sockets at once. It stands in for the socket
-    in http.server (makefile) and in http.client (makefile, sendall, close). A TLS socket is always
-    tried first: it may hold bytes that the system knows nothing of. `gone` is the kind of exception
-    that a broken connection raises."""
+    `gone` is the exception that a broken connection raises."""
 
     def __init__(
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
     ) -> None:
         self.sock, self.wait, self.gone = sock, wait, gone
-        self.received = 0  # bytes; whoever cares sets it to 0
+        self.received = 0  # bytes
         self.ahead = bytearray()  # bytes read before anyone asked for them
-        self.tls = hasattr(sock, "pending")
         self.drained = False  # the last read has emptied the socket
         sock.setblocking(False)
 
     def readable(self) -> bool:
         return True
 
-    def writable(self) -> bool:
-        return True
+    writable = readable
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -4019,24 +3986,21 @@ class Stream(io.RawIOBase):
             return size
         if self.drained:  # asking it would cost a system call and perhaps a switch of threads
             self.wait(READ)
-        while True:
-            try:
-                size = self.sock.recv_into(buffer)
-            except AGAIN:
-                self.wait(READ)
-            except OSError as error:
-                raise self.gone(str(error)) from None
-            else:
-                self.received += size
-                self.drained = size < len(buffer) and not self.tls
-                return size
+        size = self.attempt(self.sock.recv_into, buffer, READ)
+        self.received += size
+        # With TLS the socket may hold bytes that the system knows nothing of.
+        self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
+        return size
 
     def write(self, data: Any) -> int:
+        return self.attempt(self.sock.send, data, WRITE)
+
+    def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
             try:
-                return self.sock.send(data)
+                return call(data)
             except AGAIN:
-                self.wait(WRITE)
+                self.wait(events)
             except OSError as error:
                 raise self.gone(str(error)) from None
 
@@ -4049,11 +4013,11 @@ class Stream(io.RawIOBase):
         return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """Nothing is buffered here; http.client flushes its files after it closed the socket."""
+        """Nothing is buffered; http.client flushes files after it closed the socket."""
 
     def close(self) -> None:
         if not self.closed:
-            with contextlib.suppress(OSError):  # wakes threads that wait on it; close() does not
+            with suppress(OSError):  # wakes threads that wait on it; close() does not
                 self.sock.shutdown(socket.SHUT_RDWR)
             self.sock.close()
         super().close()
@@ -4063,7 +4027,7 @@ class Stream(io.RawIOBase):
 
 
 def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end. Raises TooLong, and EOFError when the file ends before the line does."""
+    """A line with its end. Raises TooLong, and EOFError when the file ends before."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
         raise TooLong("a line is too long")
@@ -4073,8 +4037,7 @@ def read_line(file: Any, limit: int) -> bytes:
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers, case and order kept, with an index: the library's look-ups go through all lines each
-    time, and a request needs two dozen."""
+    """Headers with an index: the library's look-ups go through all lines each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -4089,91 +4052,89 @@ class Fields(http.client.HTTPMessage):
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
-        """The members of a header that is a list, over all of its lines, in lower case."""
+        """The members of a header that is a list, in lower case."""
         return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+
+    def end_to_end(self, *drop: str) -> Iterator[tuple[str, str]]:
+        """The headers that a proxy passes on, without `drop`. Connection may list more, but not
+        Content-Length: without it the body would be taken for the next message."""
+        listed = set(self.members("connection")) - {"content-length"}
+        dropped = HOP_BY_HOP.union(drop, listed)
+        return (item for item in self.raw_items() if item[0].lower() not in dropped)
+
+    def body_length(self) -> int | None:
+        """Content-Length. Raises BadMessage unless all values are equal plain numbers: int() takes
+        +5 and 1_0 as well, and of two lengths the library takes the first."""
+        values = self.all("content-length")
+        if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
+            raise BadMessage("bad Content-Length")
+        return int(values[0]) if values else None
 
 
 def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line, case and order kept.
-
-    http.client.parse_headers() splits lines at a bare CR as well, drops all that stands behind a
-    line without a colon, keeps folded lines, and takes more than twice as long."""
-    headers, count = Fields(), 0
+    """Header lines (RFC 9112 section 5) up to the blank line. parse_headers() of the library splits
+    them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
+    ones, and takes more than twice as long."""
+    headers = Fields()
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
+        if len(headers) >= HEADER_LIMIT:
+            raise TooLong("too many header lines")
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
             raise BadMessage("bad header line")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-        count += 1
-        if count > HEADER_LIMIT:
-            raise TooLong("too many header lines")
     return headers
 
 
-def end_to_end(headers: Fields, drop: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The headers that a proxy passes on: without `drop` and what Connection names.
-
-    Connection cannot name Content-Length: without it the body would be taken for the next
-    message."""
-    drop |= set(headers.members("connection")) - {"content-length"}
-    return (item for item in headers.raw_items() if item[0].lower() not in drop)
-
-
-def body_length(headers: Fields) -> int | None:
-    """Content-Length, None when there is none. Raises BadMessage unless all values are equal plain
-    numbers: int() takes +5 and 1_0 as well, and of two lengths the library takes the first."""
-    values = headers.all("content-length")
-    if not values:
-        return None
-    if len(set(values)) > 1 or not LENGTH.fullmatch(values[0]):
-        raise BadMessage("bad Content-Length")
-    return int(values[0])
-
-
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes, at most `limit` bytes of payload.
-
-    Raises BadMessage, BodyTooLong and EOFError. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does
-    not look at what ends a chunk, and takes the connection's end for the end of the trailers."""
+    """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage, EOFError and, for more
+    than `limit` bytes, Refused. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what
+    ends a chunk, and takes the connection's end for the end of the trailers."""
+    total = 0
     while True:
-        line = file.readline(CHUNK_LINE_LIMIT)
+        line = read_line(file, CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
-            if line[-1:] != b"\n" and len(line) < CHUNK_LINE_LIMIT:
-                raise EOFError("the connection ended before a chunk")
             raise BadMessage("bad chunk size")
-        size = int(found[1], 16)
-        if not size:
+        left = int(found[1], 16)
+        if not left:
             break
-        limit -= size
-        if limit < 0:
-            raise BodyTooLong
-        left, end = size + 2, b""  # a line end follows the payload
+        total += left
+        if total > limit:
+            raise Refused(413, TOO_LONG % limit)
         while left:
             data = file.read1(min(left, PIECE_BYTES))
             if not data:
                 raise EOFError("the connection ended in the middle of a chunk")
-            payload = data[: max(0, left - 2)]
             left -= len(data)
-            end = (end + data[-2:])[-2:]
-            if not left and end != b"\r\n":
+            end = b"" if left else read_line(file, 2)
+            if end not in (b"", b"\r\n"):
                 raise BadMessage("a chunk is longer than its size")
-            yield line + data, payload, False
+            yield line + data + end, data
             line = b""
-    trailer, room = b"", HEAD_LIMIT
-    while trailer != b"\r\n":
-        trailer = read_line(file, room)
-        if trailer != b"\r\n" and not TRAILER_LINE.fullmatch(trailer):
+    while line[-4:] != b"\r\n\r\n":
+        trailer = read_line(file, HEAD_LIMIT - len(line))
+        if not TRAILER_LINE.fullmatch(trailer):
             raise BadMessage("bad trailer")
         line += trailer
-        room -= len(trailer)
-    yield line, b"", True
+    yield line, b""
+
+
+def read_plain(file: Any, left: int) -> Iterator[Part]:
+    """A body of that length as it comes. Raises EOFError if it is cut: read1() of HTTPResponse
+    hides that."""
+    while left:
+        data = file.read1(min(left, PIECE_BYTES))
+        if not data:
+            raise EOFError("the connection ended before the body did")
+        left -= len(data)
+        yield data, data
 
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received, but for an absolute target: that has become a path."""
+    """A request's head, as received, but for an absolute target: that is a path."""
 
     method: str
     path: str  # with the query; a character for each byte
@@ -4182,102 +4143,60 @@ class Request:
     length: int | None = None  # Content-Length
     chunked: bool = False
 
-    @property
-    def target(self) -> bytes:
-        return self.path.encode("latin-1")
-
     def get(self, name: str) -> str:
         """A header's value, the first one if there are several, or ''."""
         return next(iter(self.headers.all(name.lower())), "")
 
 
-def from_other_site(request: Request) -> bool:
-    """Whether a browser says that a page of another site sends this."""
-    scheme, _, place = request.get("origin").lower().partition("://")
-    foreign = scheme in ("http", "https") and place != request.get("host").lower()
-    return foreign or request.get("sec-fetch-site").lower() == "cross-site"
+# --- the model server's side ----------------------------------------------------------------------
 
 
 class Response(http.client.HTTPResponse):
     """An answer of the model server."""
 
     _method: str  # of the request
-    fp: Any  # a BufferedReader on the connection's Stream, until release()
+    fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     length: int | None
 
     def begin(self) -> None:
-        """Read the head of the final answer; interim ones (RFC 9110 section 15.2) are dropped.
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
+        `chunked`, has a `length`, or ends when the connection does.
 
-        The library takes 103 for the answer, and has no strict parser."""
+        The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
         for _ in range(INTERIM_LIMIT):
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
                 raise BadMessage("bad status line")
-            self.headers = self.msg = read_headers(self.fp, HEAD_LIMIT - len(line))
-            self.status = self.code = int(match[2])
-            if self.status == 101:
-                raise BadMessage("it switches to another protocol unasked")
-            if self.status >= 200:
+            headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
+            self.status, reason = int(match[1]), match[2] or b""
+            if self.status >= 200 or self.status == 101:
                 break
-        else:
-            raise BadMessage("interim answers without end")
-        self.version = 10 + int(match[1])
-        self.reason = (match[3] or b"").decode("latin-1")
-        self.set_framing()
-
-    def set_framing(self) -> None:
-        """How the body ends (RFC 9112 section 6.3): `chunked`, or `length`; None: by closing."""
-        coding = ",".join(self.headers.all("transfer-encoding")).strip().lower()
+        if self.status < 200:
+            raise BadMessage("it switches to another protocol, or has no final answer")
+        self.reason = reason.decode("latin-1")
+        coding = ",".join(headers.all("transfer-encoding")).strip().lower()
         self.chunked = False
-        self.length = None if coding else body_length(self.headers)
+        self.length = None if coding else headers.body_length()
         if self._method == "HEAD" or self.status in (204, 304):
             self.length = 0
-        elif coding:
-            if coding != "chunked":
-                raise BadMessage("unknown Transfer-Encoding")
-            self.chunked = True
-        ended_by_close = not self.chunked and self.length is None
-        closes = "close" in self.headers.members("connection")
-        self.closing = self.version == 10 or closes or ended_by_close
-        # llama-server says keep-alive and closes the connection after a streamed answer.
-        kind, server = "".join(self.headers.all("content-type")), self.headers.all("server")
-        self.closing |= kind.startswith("text/event-stream") and server == ["llama.cpp"]
+        elif coding not in ("", "chunked"):
+            raise BadMessage("unknown Transfer-Encoding")
+        else:
+            self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
 
     def pieces(self) -> Iterator[Part]:
-        """The body as it comes; where only closing tells its end, coded in chunks."""
-        return read_chunks(self.fp) if self.chunked else self.plain_pieces()
-
-    def plain_pieces(self) -> Iterator[Part]:
-        """Raises EOFError when the body is cut: the library's read1() hides that."""
-        if self.length is None:
-            while data := self.fp.read1(PIECE_BYTES):
-                yield b"%x\r\n%s\r\n" % (len(data), data), data, False
-            yield b"0\r\n\r\n", b"", True
-        elif not self.length:
-            yield b"", b"", True
+        """The body as it comes; coded in chunks where only closing tells its end."""
+        if self.chunked:
+            yield from read_chunks(self.fp)
+        elif self.length is not None:
+            yield from read_plain(self.fp, self.length)
         else:
-            while self.length:
-                data = self.fp.read1(min(self.length, PIECE_BYTES))
-                if not data:
-                    raise EOFError("the connection ended before the body did")
-                self.length -= len(data)
-                yield data, data, not self.length
-
-    def release(self) -> bool:
-        """Let go of the connection, at the end of the body; False if it cannot be used again: there
-        are bytes that nobody asked for, or its end."""
-        reader, self.fp = self.fp, None
-        try:
-            reader.peek(1)
-        except BlockingIOError:
-            reader.detach()  # else it would close the connection
-            return True
-        except ConnectionError:
-            pass
-        return False
+            while data := self.fp.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data
+            yield b"0\r\n\r\n", b""
 
 
 class Upstream(http.client.HTTPConnection):
@@ -4286,42 +4205,34 @@ class Upstream(http.client.HTTPConnection):
     response_class = Response
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
+    _buffer: list[bytes]
 
-    def __init__(
-        self, url: urllib.parse.SplitResult, host: str, timeout: float, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
-        self.expires = 0.0  # on the monotonic clock; 0: not used yet
-        self.unfinished = False  # a request was not sent whole
-        self.small_body: bytes | bytearray = b""  # goes with its head
 
     def connect(self) -> None:
-        """As in the library, whose HTTPSConnection is another class, but not to block later."""
+        """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
         self.sock = Stream(self.sock, never_wait, ConnectionError)
 
     def _encode_request(self, request: str) -> bytes:
-        """The library's targets are ASCII only; here the client's bytes pass as they are."""
+        """The library's targets are ASCII only."""
         return request.encode("latin-1")
 
-    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
-        """The library sends a head by itself, and the server wakes up twice. Here a small body goes
-        with it, in one packet."""
-        if message_body and len(message_body) <= PIECE_BYTES:
-            self.small_body, message_body = message_body, None
-        super().endheaders(message_body, encode_chunked=encode_chunked)
-
-    def send(self, data: Any) -> None:
-        if self.small_body:
-            data, self.small_body = data + self.small_body, b""
-        super().send(data)
+    def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
+        """The library sends head and body apart, and the server wakes up twice."""
+        head, body = b"\r\n".join([*self._buffer, b"", b""]), message_body or b""
+        self._buffer.clear()
+        if len(body) <= PIECE_BYTES:
+            head, body = head + body, b""
+        self.send(head)
+        self.send(body)
 
     def answered(self) -> bool:
-        """Read ahead while the request is still being sent: whether the final answer has begun, or
-        the connection has ended."""
+        """Read ahead: whether the final answer has begun, or the connection has ended."""
         stream = self.sock
         try:
             data = stream.sock.recv(PIECE_BYTES)
@@ -4336,50 +4247,8 @@ class Upstream(http.client.HTTPConnection):
         return final or not data or len(stream.ahead) > HEAD_LIMIT
 
 
-class Pool:
-    """Idle connections to the backend, the newest used first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: list[Upstream] = []
-
-    def take(self) -> Upstream | None:
-        """The newest; the caller must see whether the server has closed it."""
-        with self.lock:
-            upstream = self.idle.pop() if self.idle else None
-        if upstream is None or time.monotonic() < upstream.expires:
-            return upstream
-        upstream.close()
-        return None
-
-    def give(self, upstream: Upstream, response: Response) -> None:
-        """Keep a connection whose answer was read to its end, as long as the server says
-        (Keep-Alive: timeout)."""
-        seconds = REUSE_SECONDS
-        if told := KEPT_FOR.search(",".join(response.headers.all("keep-alive"))):
-            seconds = min(seconds, int(told[1]) - 1.0)
-        upstream.sock.wait = never_wait
-        if response.closing or seconds <= 0 or upstream.unfinished or not response.release():
-            upstream.close()
-            return
-        upstream.expires = time.monotonic() + seconds
-        with self.lock:
-            self.idle.append(upstream)
-            oldest = self.idle.pop(0) if len(self.idle) > 256 else None
-        if oldest is not None:
-            oldest.close()
-
-    def close(self, until: float = float("inf")) -> None:
-        """Close the connections that may not be used after that time; without one, all."""
-        with self.lock:
-            old = [upstream for upstream in self.idle if upstream.expires <= until]
-            self.idle = [upstream for upstream in self.idle if upstream.expires > until]
-        for upstream in old:
-            upstream.close()
-
-
 class Tap:
-    """Keeps the first and the last bytes of an answer as it passes, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from."""
 
     __slots__ = ("first", "last")
 
@@ -4393,17 +4262,18 @@ class Tap:
             del self.last[:-TAP_BYTES]
 
     def windows(self) -> tuple[bytes, bytes]:
-        """The start and the end of the answer; a short one whole, and b''."""
+        """(start, end) of the answer; of a short one (all of it, b"")."""
         return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
 
+
+# --- the client's side ----------------------------------------------------------------------------
 
 TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API, so that SDKs raise what their users
-    know."""
+    """An error object in the style of the dialect's API: SDKs raise what their users know."""
     dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
@@ -4424,20 +4294,17 @@ class Relay(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
+        self.config = self.proxy.config
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
         self.exchange: Any = None  # an Exchange, likewise
-        self.poller = Poll()  # of both sockets
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
-        self.patience = self.proxy.config.header_timeout  # seconds until the next request
+        self.patience = self.config.header_timeout  # seconds until the next request
+        self.limit = self.config.max_body_mb << 20
         self.until = 0.0  # on the monotonic clock: the client has to send by then
-        self.in_body = False  # what it has to send is a request's body
         self.linger = False  # the client is still sending
         self.abort = False
-        self.held = 0  # bytes of its body
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -4446,35 +4313,37 @@ class Relay(BaseHTTPRequestHandler):
         In the library each read has a time-out of its own, so that a head may take for ever; only
         methods with a do_ function exist, and errors are HTML pages."""
         self.command, self.path, self.request_version = "", "/", self.protocol_version
+        self.close_connection, status, fault = True, 0, ""
+        self.watched = READ | HUNG_UP  # events of the client, while the server is waited for
+        self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            if self.proxy.stopping or not self.read_head():
-                self.close_connection = True
-                return
-            self.server.busy.add(self.socket)
-            self.serve(self.head)
+            if not self.proxy.stopping and self.read_head():
+                self.server.busy.add(self.socket)
+                self.serve(self.head)
         except Refused as refused:
             self.close_connection = self.linger = True
-            with contextlib.suppress(ClientGone):
-                self.send_error(refused.status, str(refused))
-            self.proxy.log.info("refused | status=%d | %s", refused.status, refused)
+            status, fault = refused.args
+            self.proxy.log.info("refused | status=%d | %s", status, fault)
+            with suppress(ClientGone):
+                self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
-            self.close_connection = True
-            self.proxy.log.warning(
-                "%s %s | answer cut: %s", self.command, printable(self.path), cut
-            )
+            self.close_connection, fault = True, f"cut: {cut}"
         except (ClientGone, OSError, EOFError):
-            self.close_connection = True
+            self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
-            self.server.busy.discard(self.socket)
             self.server.hold(-self.held)
-            self.held = 0
+            exchange, self.exchange, self.upstream = self.exchange, None, None
+            if exchange is not None:
+                exchange.status, exchange.fault = status or exchange.status, fault
+                self.proxy.busy(-1)
+                self.proxy.finished(exchange)
+            self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
-        """Close. Unread bytes of the client would turn that into a reset, and its answer would be
-        lost (RFC 9112 9.6)."""
-        with contextlib.suppress(ClientGone, OSError):
+        """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
+        with suppress(ClientGone, OSError):
             if self.abort:  # RST is the only sign of a cut that a client without framing can see
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
@@ -4482,12 +4351,12 @@ class Relay(BaseHTTPRequestHandler):
             self.flush()
             self.socket.shutdown(socket.SHUT_WR)
             end = time.monotonic() + LINGER_SECONDS
-            self.until, self.in_body = end if self.linger else 0.0, False
+            self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
-            with contextlib.suppress(ClientGone, OSError):
+            with suppress(ClientGone, OSError):
                 file.close()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -4498,108 +4367,81 @@ class Relay(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait_for_client(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError when it does not send in time, ClientGone
-        when it does not read, Answered when the server's answer comes before the whole request."""
+        """Raises TimeoutError when it does not send in time, ClientGone when it does not read, and
+        Answered when the server answers already."""
+        client = self.socket.fileno()
         if events == WRITE:
-            if not poll_one(self.socket, WRITE, SEND_SECONDS):
+            if not poll({client: WRITE}, SEND_SECONDS):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
-        left = self.until - time.monotonic()
-        if self.in_body:
-            more = BODY_SECONDS * max(0.0, self.request.received / (1 << 20) - 1)
-            left = min(BODY_SECONDS, left + more)
-        if self.upstream is None:
-            if not poll_one(self.socket, READ, left):
-                raise TimeoutError
-            return
-        self.watch(READ | HUNG_UP)
-        found = dict(self.poller.poll(1000 * max(0.0, left)))
+        wanted = {client: READ}
+        if self.upstream is not None:
+            wanted[self.upstream.sock.fileno()] = READ
+        found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
-        if self.socket.fileno() not in found and self.upstream.answered():
+        if client not in found and self.upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
-        """Its stream would block. Raises TimeoutError, ClientGone when the client hangs up, and
-        Answered when the server answers what it has not read yet."""
-        if self._headers_buffer:
-            self.flush_headers()
-        self.wfile.flush()
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ | WRITE)
-        happened, seconds = 0, self.proxy.config.read_timeout
+        """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
+        self.flush()
+        happened, seconds = 0, self.config.read_timeout
         if not self.exchange.explained:
-            happened = self.server_events(min(QUIET_SECONDS, seconds))
+            happened = self.watch(events, min(QUIET_SECONDS, seconds))
             if not happened:
                 self.proxy.explain(self.exchange)
-                self.exchange.explained = True
-        happened = happened or self.server_events(seconds)
+        happened = happened or self.watch(events, seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
-        if events == WRITE:
-            self.poller.modify(self.upstream.sock, READ)
-            if happened & ~WRITE and self.upstream.answered():
-                raise Answered
+        if events == WRITE and happened & ~WRITE and self.upstream.answered():
+            raise Answered
 
-    def server_events(self, seconds: float) -> int:
-        """What has happened on the server's socket, 0 when nothing did. Watches the client."""
-        while found := self.poller.poll(1000 * seconds):
-            if found == self.readable:  # as a rule
-                return READ
-            events = dict(found)
-            happened: int = events.pop(self.readable[0][0], 0)
-            for hint in events.values():
-                self.check_client(hint)
-            if happened:
-                return happened
-        return 0
-
-    def watch_client(self, seconds: float = 0.0) -> None:
-        """Wait so long; raises ClientGone as soon as the client hangs up."""
-        until = time.monotonic() + seconds
-        while events := poll_one(self.socket, self.watched, until - time.monotonic()):
-            self.check_client(events)
-
-    def watch(self, events: int) -> None:
-        """Which events of the client are looked for while the server is waited for."""
-        self.watched = events
-        self.poller.modify(self.socket, events)
-
-    def check_client(self, events: int) -> None:
-        """Tell pipelined bytes from a client that has hung up. A half-closed one counts as gone,
-        as it does for llama-server itself."""
-        if events & ~READ:
-            raise ClientGone
-        if not events:
-            return
-        try:
-            if not self.socket.recv(1, socket.MSG_PEEK):
+    def watch(self, events: int, seconds: float) -> int:
+        """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
+        client, until = self.socket.fileno(), time.monotonic() + seconds
+        while True:
+            wanted = {client: self.watched}
+            if self.upstream is not None:
+                wanted[self.upstream.sock.fileno()] = events | READ
+            found = poll(wanted, until - time.monotonic())
+            hint = found.pop(client, 0)
+            if hint & ~READ:
                 raise ClientGone
-        except BlockingIOError:
-            return
-        except OSError:
-            raise ClientGone from None
-        self.watch(HUNG_UP)  # else poll() would tell of these bytes again and again
+            if hint:  # pipelined bytes, or its end
+                try:
+                    if not self.socket.recv(1, socket.MSG_PEEK):
+                        raise ClientGone
+                    self.watched = HUNG_UP  # else poll() would tell of these bytes again and again
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise ClientGone from None
+            for happened in found.values():
+                return happened
+            if not hint:
+                return 0
 
     # --- reading a request ------------------------------------------------------------------------
 
     def read_head(self) -> bool:
-        """Wait for a request and read its head; False when no more come."""
-        self.until, self.in_body = time.monotonic() + self.patience, False
+        """Wait for a request; False when no more come."""
+        self.until = time.monotonic() + self.patience
         try:
-            start = self.rfile.peek(1)[:1]
-            blank = 0
-            while start in (b"\r", b"\n") and blank < 64:  # RFC 9112 section 2.2
-                blank += len(self.rfile.read(1))
+            for _ in range(64):  # blank lines (RFC 9112 section 2.2)
                 start = self.rfile.peek(1)[:1]
+                if start not in (b"\r", b"\n"):
+                    break
+                self.rfile.read(1)
         except TimeoutError:
             return False
         if not start:
             return False
-        if not TOKEN_BYTES.match(start):
+        if not TOKEN_START.match(start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
-        self.until = time.monotonic() + self.proxy.config.header_timeout
+        self.until = time.monotonic() + self.config.header_timeout
         self.patience = KEEP_SECONDS
         try:
             self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
@@ -4610,11 +4452,10 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(414, "The request's first line is too long.") from None
 
     def parse_request(self) -> bool:
-        """Read a head strictly. Raises Refused for what a server must refuse (RFC 9112 sections 3
-        and 6.3: smuggling shapes among it).
+        """Read a head. Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3).
 
-        The library splits the first line at any white space, makes /x of //x, reads the headers
-        with parse_headers(), and sees `Connection: close` only where it stands alone."""
+        The library splits the first line at any white space, makes /x of //x, and sees
+        `Connection: close` only where it stands alone."""
         line = self.raw_requestline
         words = line.decode("latin-1").split(" ")
         self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
@@ -4627,65 +4468,68 @@ class Relay(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
         try:
             headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
-            length = body_length(headers)
+            length = headers.body_length()
         except BadMessage as error:
             status = 431 if isinstance(error, TooLong) else 400
             raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        coding = headers.all("transfer-encoding")
-        if coding and (length is not None or old):
-            raise Refused(400, "Content-Length and Transfer-Encoding in one request.")
-        if coding and [value.lower() for value in coding] != ["chunked"]:
-            raise Refused(501, "The only Transfer-Encoding that is understood is chunked.")
-        hosts = len(headers.all("host"))
-        if hosts > 1 or (not hosts and not old):
-            raise Refused(400, "A request needs one Host header.")
-        for name in ("Origin", "Sec-Fetch-Site"):  # which of two is true cannot be told
-            if len(headers.all(name.lower())) > 1:
-                raise Refused(400, f"A request can have one {name} header only.")
-        self.path = self.origin_form(self.path)
+        if absolute := re.match("(?i)https?://[^/?#]*", self.path):
+            self.path = "/" + self.path[absolute.end() :].removeprefix("/")
+        coding = [value.lower() for value in headers.all("transfer-encoding")]
+        no_path = self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*")
+        # Which of two is true cannot be told.
+        twice = any(len(headers.all(name)) > 1 for name in ("host", "origin", "sec-fetch-site"))
+        for wrong, status, text in (
+            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding."),
+            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked."),
+            (not headers.all("host") and not old, 400, "A request needs a Host header."),
+            (twice, 400, "A request can have one Host, Origin and Sec-Fetch-Site header only."),
+            (self.command == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY."),
+            (no_path, 400, "The request's target must be a path."),
+        ):
+            if wrong:
+                raise Refused(status, text)
         self.close_connection = old or "close" in headers.members("connection")
         self.head = Request(self.command, self.path, headers, old, length, bool(coding))
         return True
 
-    def origin_form(self, target: str) -> str:
-        """The path of a request's target. Raises Refused for one that a server has no answer to."""
-        if self.command == "CONNECT":
-            raise Refused(405, "Set this address as the base URL of the API, not as HTTP_PROXY.")
-        if target[:1] != "/" and (absolute := re.match("(?i)https?://[^/?#]*", target)):
-            target = target[absolute.end() :]
-            target = target if target[:1] == "/" else "/" + target
-        if target[:1] != "/" and not (target == "*" and self.command == "OPTIONS"):
-            raise Refused(400, "The request's target must be a path.")
-        return target
-
-    def expect(self, request: Request) -> None:
-        """Ask for a body if the client waits for that (RFC 9110 section 10.1.1): only now, when
-        nothing speaks against it. The library does it as soon as it has the head."""
-        if request.get("expect").lower() != "100-continue" or request.old:
-            return
-        self.until = 0.0
-        try:
-            self.rfile.peek(1)  # the body may be here already
-        except TimeoutError:
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    def check(self, request: Request) -> None:
+        """Refuse long bodies, and what pages of other sites send, as far as browsers let them."""
+        if (request.length or 0) > self.limit:
+            raise Refused(413, TOO_LONG % self.limit)
+        host = request.get("host")
+        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
+            # The page had its own name resolve to this machine (DNS rebinding).
+            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+        scheme, _, place = request.get("origin").lower().partition("://")
+        foreign = scheme in ("http", "https") and place != host.lower()
+        foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
+        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        kind = request.get("content-type").partition(";")[0].strip().lower()
+        if foreign and request.method == "POST" and kind != "application/json":
+            raise Refused(403, "A web page of another site may only send application/json here.")
 
     def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes."""
-        left, limit = request.length or 0, self.proxy.config.max_body_mb << 20
-        self.request.received, self.in_body = 0, True
-        self.expect(request)
-        self.until = time.monotonic() + BODY_SECONDS
+        """A request's body as it comes, in its time; that of whoever takes it is not counted."""
+        if request.get("expect").lower() == "100-continue" and not request.old:
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # the body may be here already
+            except TimeoutError:  # ask for it now, when nothing speaks against it
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        pieces = read_plain(self.rfile, request.length or 0)
+        if request.chunked:
+            pieces = read_chunks(self.rfile, self.limit)
+        size, end = 0, time.monotonic() + BODY_SECONDS
+        self.until = end
         try:
-            for _, payload, _ in read_chunks(self.rfile, limit) if request.chunked else ():
-                yield payload
-            while left:
-                data = self.rfile.read1(min(left, 1 << 18))
-                if not data:
-                    raise EOFError
-                left -= len(data)
+            for _, data in pieces:
+                size += len(data)
+                asked = time.monotonic()
                 yield data
-        except BodyTooLong:
-            raise Refused(413, TOO_LONG % limit) from None
+                now = time.monotonic()
+                end += now - asked
+                more = BODY_SECONDS * max(0.0, size / (1 << 20) - 1)
+                self.until = min(now + BODY_SECONDS, end + more)
         except BadMessage as error:
             raise Refused(400, f"The chunked body cannot be read: {error}.") from None
         except TimeoutError:
@@ -4695,7 +4539,7 @@ class Relay(BaseHTTPRequestHandler):
             raise ClientGone from None
 
     def read_body(self, request: Request) -> bytearray:
-        """The whole body; its bytes are counted until the request has ended."""
+        """The whole body, counted until the request has ended."""
         body = bytearray()
         for data in self.body(request) if request.length or request.chunked else ():
             body += data
@@ -4708,65 +4552,24 @@ class Relay(BaseHTTPRequestHandler):
     # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> None:
-        self.check_origin(request)
+        self.check(request)
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
-            self.check_length(request.length or 0)
             self.read_body(request)
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.watch(READ | HUNG_UP)
         self.proxy.busy(1)
-        try:
-            self.check_length(request.length or 0)
-            if exchange.dialect is not None and request.method == "POST":
-                exchange.received = self.read_body(request)
-                if not request.get("content-encoding"):
-                    self.proxy.prepare(exchange)
-                else:
-                    exchange.report.note = "compressed"
-                    exchange.forwarded = exchange.received
-            elif request.chunked:
-                exchange.received = exchange.forwarded = self.read_body(request)
-            self.proxy.warmup.hold(exchange, self.watch_client)
-            self.forward(exchange)
-        except Refused as refused:
-            exchange.status, exchange.fault = refused.status, str(refused)
-            raise
-        except BrokenOff as cut:
-            exchange.fault = f"cut: {cut}"
-            raise
-        except (ClientGone, OSError):
-            exchange.fault = "client left"
-            raise
-        finally:
-            self.upstream = self.exchange = None
-            self.proxy.busy(-1)
-            self.proxy.finished(exchange)
-
-    def check_length(self, length: int) -> None:
-        limit = self.proxy.config.max_body_mb << 20
-        if length > limit:
-            raise Refused(413, TOO_LONG % limit)
-
-    def check_origin(self, request: Request) -> None:
-        """Keep web pages of other sites out, as far as browsers do not do that themselves."""
-        host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            text = (
-                f"The Host {host[:80]!r} is not known here; add it to ALLOWED_HOSTS if it is yours."
-            )
-            raise Refused(403, text)
-        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
-        kind = request.get("content-type").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json" and from_other_site(request):
-            raise Refused(403, "A web page of another site may only send application/json here.")
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The library's errors are HTML pages; these are what clients of the API understand."""
-        self.respond(code, error_body(self.path, code, message or ""))
+        if exchange.dialect is not None and request.method == "POST":
+            exchange.received = exchange.forwarded = self.read_body(request)
+            if not request.get("content-encoding"):
+                self.proxy.prepare(exchange)
+            else:
+                exchange.report.note = "compressed"
+        elif request.chunked:
+            exchange.received = exchange.forwarded = self.read_body(request)
+        self.proxy.warmup.hold(exchange, self.watch)
+        self.forward(exchange)
 
     def respond(
         self,
@@ -4778,15 +4581,12 @@ class Relay(BaseHTTPRequestHandler):
         """An answer of the proxy's own. send_response() would add Server and Date."""
         self._headers_buffer = []  # of an answer that was begun, and gives way to this one
         self.send_response_only(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        for name, value in headers:
-            self.send_header(name.decode(), value.decode("latin-1"))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        if self.close_connection:
-            self.send_header("Connection", "close")
+        told = [("Content-Type", kind), ("Content-Length", str(len(body)))]
+        told += [("Cache-Control", "no-store"), *((n.decode(), v.decode()) for n, v in headers)]
+        told += [("Retry-After", "1")] * (status == 503)
+        told += [("Connection", "close")] * self.close_connection
+        for item in told:
+            self.send_header(*item)
         self.end_headers()
         self.flush_headers()
         if self.command != "HEAD":
@@ -4794,73 +4594,34 @@ class Relay(BaseHTTPRequestHandler):
         self.flush()
 
     def end_headers(self) -> None:
-        """The library sends a head at once. Here it waits for the first bytes of the body, which
-        go with it in one packet, or turn out to be unreadable: then the answer is a 502."""
+        """The library sends a head at once. Here the first bytes of the body go with it, or turn
+        out to be unreadable: then the answer is a 502."""
         self._headers_buffer.append(b"\r\n")
 
-    def flush_headers(self) -> None:
-        if self._headers_buffer:
-            super().flush_headers()
-
-    # --- forwarding -------------------------------------------------------------------------------
-
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on and relay the answer. A request is repeated only when it went out on
-        a connection used before and nothing came back: the server had closed it (RFC 9112 section
-        9.3.1)."""
-        backend = self.proxy.backend
-        # A body that is passed on as it comes cannot be sent twice.
-        upstream = (
-            None if exchange.forwarded is None and exchange.request.length else backend.pool.take()
-        )
-        if upstream is not None:
-            with contextlib.suppress(http.client.RemoteDisconnected):
-                return self.forward_over(exchange, upstream)
-        try:
-            self.forward_over(exchange, self.connect())
-        except http.client.RemoteDisconnected:
-            backend.lost()
-            message = "closed the connection without an answer; its log may say why."
-            raise Refused(502, f"The model server at {backend.name()} {message}") from None
-
-    def forward_over(self, exchange: Exchange, upstream: Upstream) -> None:
-        """Raises RemoteDisconnected when the server closes without a byte of an answer."""
-        try:
-            response = self.ask(exchange, upstream)
-            self.relay(exchange, response)
-        except BaseException:
-            upstream.close()
-            raise
-        self.proxy.backend.pool.give(upstream, response)
-
-    def connect(self) -> Upstream:
-        """A new connection to the server. Raises Refused."""
+        """Send the request on, once, over a connection of its own, and relay the answer: those that
+        are kept, llama-server closes just when a request goes out."""
         backend = self.proxy.backend
         try:
-            return backend.connect()
+            self.upstream = upstream = backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(
-                status,
-                f"The model server at {backend.name()} cannot be reached ({error}). Is it running,"
-                f" and is BACKEND_URL right? {USUAL_PORTS}",
-            ) from None
-
-    def ask(self, exchange: Exchange, upstream: Upstream) -> Response:
-        """Send a request and read the answer's head."""
-        stream = upstream.sock
-        stream.wait, stream.received = self.wait_for_server, 0
-        self.upstream, self.poller = upstream, Poll()
-        self.poller.register(stream, READ)
-        self.readable = [(stream.fileno(), READ)]
-        self.poller.register(self.socket, READ | HUNG_UP)
-        self.watched = READ | HUNG_UP
+            text = f"The model server at {backend.name()} cannot be reached ({error})."
+            text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
+            raise Refused(status, text) from None
         try:
-            # The client may have left by now, and what an idle connection has is its end.
-            if self.server_events(0) and upstream.expires:
-                raise ConnectionResetError
-            self.send_request(exchange, upstream)
+            self.relay(self.ask(upstream, exchange), exchange)
+        finally:
+            upstream.close()
+
+    def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
+        """Send a request and read the answer's head. Raises Refused."""
+        backend, stream = self.proxy.backend, upstream.sock
+        stream.wait = self.wait_for_server
+        try:
+            self.watch(READ, 0)  # the client may have left by now
+            self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
         except TimeoutError as late:
@@ -4869,84 +4630,62 @@ class Relay(BaseHTTPRequestHandler):
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
             if not stream.received:
-                raise http.client.RemoteDisconnected("") from None
-            text = "The model server closed the connection in the head of its answer."
-            raise Refused(502, text) from None  # not repeated: the server may have run it
+                backend.lost()
+            text = f"The model server at {backend.name()} closed the connection without an answer"
+            raise Refused(502, f"{text}; its log may say why.") from None
 
-    def send_request(self, exchange: Exchange, upstream: Upstream) -> None:
-        """Line, Host, the client's own headers in order, the body's length, the body."""
+    def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
         request, body = exchange.request, exchange.forwarded
-        target = under(upstream.url, request.target).decode("latin-1")
-        upstream.unfinished = True
+        passes = body is None and request.length  # as it comes
+        target = under(upstream.url, request.path)
         try:
             upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             upstream.putheader("Host", upstream.url.netloc)
-            for name, value in end_to_end(request.headers, WRITTEN_ANEW):
+            for name, value in request.headers.end_to_end(*WRITTEN_ANEW):
                 upstream.putheader(name, value)
             if exchange.trace.conversation:
                 upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
             if request.chunked or request.length is not None:
-                length = request.length or 0 if body is None else len(body)
+                length = request.length if body is None else len(body)
                 upstream.putheader("Content-Length", str(length))
             upstream.endheaders(body)
-            if body is None and request.length:
-                self.pass_body(request, upstream)
-            upstream.unfinished = False
+            for data in self.body(request) if passes else ():
+                upstream.send(data)
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
-            if body is None and request.length:  # the rest must not become the next request
+            if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
 
-    def pass_body(self, request: Request, upstream: Upstream) -> None:
-        """Send a body on as it comes. The time that the server takes is not the client's."""
-        for data in self.body(request):
-            begun = time.monotonic()
-            upstream.send(data)
-            self.until += time.monotonic() - begun
-        self.watch(READ | HUNG_UP)
-
-    # --- relaying ---------------------------------------------------------------------------------
-
-    def relay(self, exchange: Exchange, response: Response) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff when the server breaks
-        off."""
+    def relay(self, response: Response, exchange: Exchange) -> None:
+        """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status, exchange.begun = response.status, time.monotonic()
-        old = exchange.request.old
-        by_length = response.length is not None
+        old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
+        if response.headers.all("content-encoding"):
+            exchange.tap = None
         self.send_response_only(response.status, response.reason)
-        drop = CHUNKED_DROPS if response.chunked else HOP_BY_HOP
-        for name, value in end_to_end(response.headers, drop):
-            self.send_header(name, value)
+        for item in response.headers.end_to_end(*["content-length"] * response.chunked):
+            self.send_header(*item)
+        for item in self.proxy.diagnosis(exchange).items():
+            self.send_header(*item)
         if not by_length and not old:
             self.send_header("Transfer-Encoding", "chunked")
-        for line in self.proxy.diagnosis(exchange):
-            name, _, value = line.decode().partition(": ")
-            self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if response.headers.all("content-encoding"):
-            exchange.tap = None
         try:
-            self.pump(exchange, response)
+            for received, payload in response.pieces():
+                if exchange.tap is not None:
+                    exchange.tap.add(payload)
+                self.flush_headers()
+                self.wfile.write(payload if old else received)
+            self.flush()
         except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
             # Without framing a plain close looks like the end; RST does not.
             self.abort = old and not by_length
             raise BrokenOff(str(fault)) from None
-
-    def pump(self, exchange: Exchange, response: Response) -> None:
-        """Send the client an answer's body, with its head in front."""
-        tap, old = exchange.tap, exchange.request.old
-        for received, payload, _ in response.pieces():
-            if tap is not None:
-                tap.add(payload)
-            if self._headers_buffer:
-                self.flush_headers()
-            self.wfile.write(payload if old else received)
-        self.flush()
 
 
 class Exchange:
@@ -4973,10 +4712,6 @@ class Exchange:
         self.stream = False
         self.tap = Tap() if dialect is not None else None
 
-    def key(self) -> str:
-        """The client's key, for questions about its own request."""
-        return self.request.get("authorization").removeprefix("Bearer ")
-
     def size(self) -> int:
         """Bytes of the bodies."""
         same = self.forwarded is self.received
@@ -4990,127 +4725,107 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
-OWNERS = {
-    "llamacpp": "llama-server",
-    "organization_owner": "LM Studio",
-}  # owned_by in /v1/models -> product
+# owned_by in /v1/models -> product
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}
+# status of /v1/models -> what that means
+STATES = {401: "it wants an API key", 403: "it wants another API key"}
+STATES[503] = "it is loading its model"
 
 
 class Backend:
-    """Where the model server is. With BACKEND_URL unset it is looked for again whenever it is not
-    there."""
+    """Where the model server is; with BACKEND_URL unset it is looked for when it is not there."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.pool = config, Pool()
+        self.config = config
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.last_good: dict[str, str] = {}  # host name -> the address that took a connection last
+        self.address = ""  # of localhost, that took a connection last
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.looking = threading.Lock()
-        self.tls = None  # one for all connections; http.client would build one for each
+        self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
-            self.tls.set_alpn_protocols(["http/1.1"])
 
     def name(self) -> str:
         url = self.url
         return url.geturl() if url else " or ".join(CANDIDATES)
 
-    def locate(self) -> urllib.parse.SplitResult:
-        """The server's URL. Raises OSError when none is set and none answers."""
-        url = self.url  # read once: lost() in another thread may clear it
-        if url is None:
-            with self.looking:
-                url = self.url = self.url or self.look()
+    def locate(self) -> Url:
+        """The server's URL. Raises OSError when none is set and none answers. One look a second
+        serves all who wait."""
+        with self.looking:
+            url = self.url
+            if url is None and time.monotonic() >= self.next_look:
+                url = self.url = next(
+                    filter(self.answers, map(urllib.parse.urlsplit, CANDIDATES)), None
+                )
+                self.next_look = time.monotonic() + 1
         if url is None:
             raise ConnectionRefusedError("no server answers there")
         return url
 
-    def look(self) -> urllib.parse.SplitResult | None:
-        """The first candidate that answers like a model server. One look a second serves all who
-        wait: a candidate that hangs takes a second."""
-        if time.monotonic() < self.next_look:
-            return None
-        for url in map(urllib.parse.urlsplit, CANDIDATES):
-            if url.port != self.config.listen_port:  # that is this proxy
-                _, answer = fetch(url, "/v1/models", 1.0)
-                if any(key in members(answer) for key in ("data", "models", "error")):
-                    return url
-        self.next_look = time.monotonic() + 1
-        return None
+    def answers(self, url: Url) -> bool:
+        """Whether there is a model server."""
+        if url.port == self.config.listen_port:  # that is this proxy
+            return False
+        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError.
-
-        Windows resolves localhost to ::1 first and waits 2 s for a server that listens on 127.0.0.1
-        only. With TLS the name stays: the certificate has it."""
+        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
+        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
         url = self.locate()
-        host = url.hostname or ""
-        several = host == "localhost" and url.scheme == "http"
-        names = [self.last_good.get(host, "127.0.0.1"), "127.0.0.1", "::1"] if several else [host]
+        names = dict.fromkeys([url.hostname or ""])
+        if url.hostname == "localhost" and url.scheme == "http":
+            names = dict.fromkeys([self.address or "127.0.0.1", "127.0.0.1", "::1"])
         faults = []
-        for name in dict.fromkeys(names):
+        for name in names:
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
+                self.address = name
+                return upstream
             except OSError as error:
                 faults.append(error)
                 upstream.close()
-            else:
-                self.last_good[host] = name
-                return upstream
         raise faults[0]
 
     def lost(self) -> None:
         """Note that the server was away."""
         self.lost_at = time.monotonic()
-        self.pool.close()
         if not self.config.backend_url:
             self.url = None
 
     def ask(
         self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
     ) -> tuple[int, Any]:
-        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it
-        cannot be reached."""
+        """What fetch() returns of a question to the server."""
         try:
-            return fetch(self.locate(), path, timeout, key or self.key, body)
+            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
         except OSError as error:
             return 0, str(error)
 
     def describe(self) -> Json:
-        """Product, build, model, slots and context, as far as the server tells; {} when it does not
-        answer."""
-        found: Json = {}
-        status, props = self.ask("/props")
-        if (
-            status == 200 and isinstance(props, dict) and "error" not in props
-        ):  # LM Studio says 200 to any path
-            context = members(props.get("default_generation_settings")).get("n_ctx")
-            found.update(
-                product="llama-server",
-                build=props.get("build_info"),
-                slots=props.get("total_slots"),
-            )
-            found.update(
-                context=context, model=re.split(r"[\\/]", str(props.get("model_path") or ""))[-1]
-            )
-        status, models = self.ask("/v1/models")
-        if status:
-            model = members(next(iter(listed(members(models).get("data"))), None))
-            owner = str(model.get("owned_by") or "")
-            found.setdefault(
-                "product",
-                OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server"),
-            )
-            found["model"] = found.get("model") or model.get("id")
+        """What the server tells of product, build, model, slots and context; {} without answer."""
+        status, answer = self.ask("/props")
+        props = members(answer) if status == 200 else {}
+        if "error" in props:  # LM Studio says 200 to any path
+            props = {}
+        status, answer = self.ask("/v1/models")
+        if not props and not status:
+            return {}
+        model = members(next(iter(listed(members(answer).get("data"))), None))
+        owner = str(model.get("owned_by") or "")
+        other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        path = str(props.get("model_path") or "")
+        found = {
+            "product": "llama-server" if props else other,
+            "build": props.get("build_info"),
+            "slots": props.get("total_slots"),
+            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+        }
         if status not in (0, 200):
-            states = {
-                401: "it wants an API key",
-                403: "it wants another API key",
-                503: "it is loading its model",
-            }
-            found["state"] = states.get(status, f"it answers {status} to /v1/models")
+            found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
         return {key: value for key, value in found.items() if value not in (None, "")}
 
 
@@ -5121,29 +4836,16 @@ def members(value: Any) -> Json:
 
 def described(found: Json) -> str:
     """What describe() found, for people."""
-    return ", ".join(
-        f"{value}" if key in ("product", "state") else f"{key} {value}"
-        for key, value in found.items()
-    )
+    plain = ("product", "state")
+    return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-def http_connection(
-    url: urllib.parse.SplitResult, timeout: float, host: str = "", tls: Any = None
-) -> http.client.HTTPConnection:
-    """`host`: one of the addresses of the URL's host; `tls`: an ssl.SSLContext, which takes 20 ms
-    to build."""
-    host = host or url.hostname or ""
-    if url.scheme == "https":
-        return http.client.HTTPSConnection(host, url.port, timeout=timeout, context=tls)
-    return http.client.HTTPConnection(host, url.port, timeout=timeout)
-
-
-def under(url: urllib.parse.SplitResult, target: bytes) -> bytes:
+def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
-    prefix = url.path.rstrip("/").encode()
-    if target == b"*" or not prefix:
+    prefix = url.path.rstrip("/")
+    if target == "*":
         return target
-    if prefix.endswith(b"/v1") and re.match(rb"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
         prefix = prefix[:-3]
     return prefix + target
 
@@ -5152,37 +4854,36 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def http_connection(url: Url, timeout: float) -> http.client.HTTPConnection:
+    """For kvproxy's own questions."""
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=timeout)
+
+
 def fetch(
-    url: urllib.parse.SplitResult,
+    url: Url,
     path: str,
     timeout: float,
-    key: str = "",
+    headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
+    opened: Callable[[socket.socket], None] | None = None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one GET, or POST, under a URL's path prefix; (0, reason)
-    when it fails."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
+    `opened` is called with the socket."""
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            method, target = "GET" if body is None else "POST", under(url, path.encode()).decode()
-            connection.request(method, target, body, headers | bearer(key))
+            connection.connect()
+            if opened is not None:
+                opened(connection.sock)
+            sent = {"Content-Type": "application/json", **(headers or {})}
+            connection.request("GET" if body is None else "POST", under(url, path), body, sent)
             response = connection.getresponse()
             text = response.read(8 << 20).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, str(error) or type(error).__name__
-    with contextlib.suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         return response.status, json.loads(text)
     return response.status, text
-
-
-def descriptors() -> int:
-    """How many sockets and files this process may have open."""
-    try:
-        import resource
-    except ImportError:  # Windows sets no limit that matters here
-        return sys.maxsize
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 class Server(ThreadingHTTPServer):
@@ -5195,14 +4896,19 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        # add, discard, pop, list() and len() need no lock
         self.open: set[socket.socket] = set()
-        self.busy: set[socket.socket] = set()  # those with a request being served
-        self.waiting: dict[socket.socket, None] = {}  # whose clients have to send, oldest first
+        self.busy: set[socket.socket] = set()  # a request of theirs is being served
+        self.waiting: dict[socket.socket, None] = {}  # their clients have to send; oldest first
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
-        self.most_open = min(proxy.config.max_connections, descriptors() // 2 - 32)  # two for each
+        self.most_open = proxy.config.max_connections
+        with suppress(ImportError):  # Windows sets no limit that matters here
+            import resource
+
+            descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if descriptors != resource.RLIM_INFINITY:
+                self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -5223,12 +4929,8 @@ class Server(ThreadingHTTPServer):
                 time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
-    def service_actions(self) -> None:
-        """Called a few times a second."""
-        self.proxy.backend.pool.close(time.monotonic())
-
     def hold(self, size: int) -> bool:
-        """Add to the bytes of bodies in memory; whether they may be so many."""
+        """Count bytes of bodies in memory; whether there may be so many."""
         with self.guard:
             self.held += size
             return self.held <= self.most_held
@@ -5236,26 +4938,21 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.most_open or self.make_room():
             self.open.add(request)
-            with contextlib.suppress(RuntimeError):  # can't start new thread
+            with suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body(
-            "/", 503, "Too many connections (MAX_CONNECTIONS); try again in a second."
-        )
-        head = (
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        )
-        with contextlib.suppress(OSError):
-            request.settimeout(1)
+        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
+        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        with suppress(OSError):
+            request.settimeout(0.2)
             request.sendall(head + body)
             request.shutdown(socket.SHUT_WR)
-            request.settimeout(0.2)
             request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
 
     def make_room(self) -> bool:
         """End the connection that has been idle, or sending its request, for longest."""
-        with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
+        with suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
             oldest = next(iter(self.waiting))
             del self.waiting[oldest]
             self.open.discard(oldest)
@@ -5268,12 +4965,12 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def hang_up(self, everything: bool) -> int:
-        """End idle connections, or all; returns how many are still busy."""
+        """End idle connections, or all; returns how many are left."""
         for connection in list(self.open):
             if everything or connection not in self.busy:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        return len(self.busy)
+        return len(self.open if everything else self.busy)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
@@ -5283,13 +4980,16 @@ CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+REMOVED = (
+    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
+    " lifted={lifted} dropped={dropped}"
+)
 
 
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread. `url` is its base URL.
-    """
+    Use it as a context manager, or call start() and stop() from any thread."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -5311,9 +5011,7 @@ class Proxy:
         self.running, self.last_end = 0, time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
-        self.allowed = {
-            name.strip().lower() for name in self.config.allowed_hosts.split(",") if name.strip()
-        }
+        self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
     # --- life -------------------------------------------------------------------------------------
@@ -5324,18 +5022,15 @@ class Proxy:
         with self.life:
             if self.server is not None:
                 return self
-            for name, part in (("capture_file", self.capture), ("warmup_file", self.warmup)):
-                try:
-                    part.open()
-                except OSError as error:
-                    path = getattr(self.config, name)
-                    raise cannot_write(name.upper(), path, error) from None
+            with stops_the_start("CAPTURE_FILE", self.config.capture_file):
+                self.capture.open()
+            with stops_the_start("WARMUP_FILE", self.config.warmup_file):
+                self.warmup.open()
             self.server = Server(self)
             self.stopping = False
             self.warmup.start()  # first: a request that is served may write the file that it reads
-            self.thread = threading.Thread(
-                target=self.server.serve_forever, args=(0.2,), name="kvproxy", daemon=True
-            )
+            serve = self.server.serve_forever
+            self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
         return self
 
@@ -5347,22 +5042,17 @@ class Proxy:
                 return
             self.stopping = True
             self.warmup.stop()
-            with contextlib.suppress(OSError):
-                server.socket.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes the thread that waits in it, on Linux
+            with suppress(OSError):
+                server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
             server.shutdown()
             server.server_close()
-            until = time.monotonic() + grace
-            while server.hang_up(False) and time.monotonic() < until:
-                time.sleep(0.02)
-            server.hang_up(True)
-            until = time.monotonic() + 2
-            while server.open and time.monotonic() < until:
-                time.sleep(0.005)
+            for everything, seconds in ((False, grace), (True, 2.0)):
+                until = time.monotonic() + seconds
+                while server.hang_up(everything) and time.monotonic() < until:
+                    time.sleep(0.01)
             self.thread.join(5)
-            self.backend.pool.close()
-            self.capture.close()
+            with suppress(OSError):
+                self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
@@ -5383,36 +5073,46 @@ class Proxy:
         """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
         hold, or a set one."""
         match = HOST.fullmatch(host.lower())
-        if not match:
-            return False
-        name = match[1].strip("[]")
+        name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         local = name.endswith(private) or not re.search(r"[.:]", name)
-        return local or name in self.allowed or address_of(name) is not None
+        return bool(name) and (local or name in self.allowed or address_of(name) is not None)
+
+    @contextlib.contextmanager
+    def faults_logged(self, what: str) -> Iterator[None]:
+        """A fault of kvproxy is logged, and no client notices."""
+        try:
+            yield
+        except Exception:
+            self.log.exception(what)
 
     # --- before a request is forwarded ------------------------------------------------------------
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
-        raw = exchange.received
-        assert raw is not None
-        exchange.forwarded = raw
-        try:
-            self.edit(exchange, raw)
-        except Unreadable as error:
-            exchange.report, exchange.view = Report(note=str(error)), None
-        except RecursionError:  # what was parsed may be too deep for what comes after it
-            exchange.report, exchange.view = Report(note="nested too deeply"), None
-        except Exception:
-            exchange.report, exchange.view = Report(note="internal error"), None
-            self.log.exception("a body could not be edited and was forwarded as it came")
+        note = "internal error"
+        with self.faults_logged("a body could not be edited and was forwarded as it came"):
+            try:
+                self.edit(exchange)
+                return
+            except Unreadable as error:
+                note = str(error)
+            except RecursionError:  # what was parsed may be too deep for what comes after it
+                note = "nested too deeply"
+        exchange.report, exchange.view, exchange.forwarded = (
+            Report(note=note),
+            None,
+            exchange.received,
+        )
 
-    def edit(self, exchange: Exchange, raw: bytes | bytearray) -> None:
-        dialect, report = exchange.dialect, exchange.report
-        assert dialect is not None
+    def edit(self, exchange: Exchange) -> None:
+        raw, dialect, report = exchange.received, exchange.dialect, exchange.report
+        assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        client, learn = self.client(exchange), not exchange.counting
+        # Nobody's text may reach anybody else's prompt.
+        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        learn = not exchange.counting
         exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
@@ -5420,24 +5120,18 @@ class Proxy:
         if report.edits():
             exchange.forwarded = view.dump()
 
-    def client(self, exchange: Exchange) -> bytes:
-        """Whose request it is: a digest of the key that it carries and of where it comes from.
-        Nobody's text may reach anybody else's prompt."""
-        headers = [exchange.request.get(name) for name in CLIENT_HEADERS]
-        return digest(exchange.address, *headers)
-
     # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
-        """Compare a request with those before it: once, when the server is silent or has
-        answered."""
-        view, received = exchange.view, exchange.received
-        if view is None or received is None or exchange.counting or exchange.explained:
-            return
+        """Compare a request with those before it, once."""
+        view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
+        if view is None or received is None or exchange.counting or explained:
+            return
         agent = "x-claude-code-agent-id"
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
-        try:
+        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
+        with self.faults_logged("a request could not be explained"), unreadable:
             prompt = Prompt(view, *told)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
@@ -5446,25 +5140,17 @@ class Proxy:
                 prompt = Prompt(original, *told) if original is not None else prompt
             straight = self.received.judge(prompt)
             exchange.straight, case.moved = straight.verdict.share, straight.whole
-        except RecursionError:
-            pass  # nested so deeply that no server reads it
-        except Exception:
-            self.log.exception("a request could not be explained")
 
-    def diagnosis(self, exchange: Exchange) -> list[bytes]:
-        """The response header lines for a request that has X-Cache-Diagnostic: true."""
+    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
+        """The response headers for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
-            return []
+            return {}
         self.explain(exchange)
         report, verdict = exchange.report, exchange.verdict
-        removed = {"ts": report.ts_removed, "ids": report.msg_ids_removed}
-        removed |= {"billing": report.billing_removed, "regex": report.regex_removed}
-        removed |= {"lifted": report.lifted, "dropped": report.dropped}
-        told = " ".join(f"{name}={count}" for name, count in removed.items())
-        fields: Json = {"Removed": told, "Replayed": report.replayed}
+        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
         if verdict is not None:
-            fields.update(Prefix=f"{verdict.share:.3f}", Verdict=verdict.name)
-        return [f"X-KVProxy-{name}: {value}".encode() for name, value in fields.items()]
+            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
+        return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
     def busy(self, change: int) -> None:
         """Count a request in (1) or out (-1)."""
@@ -5478,40 +5164,42 @@ class Proxy:
         """Read an answer's numbers and record the request; if less was reused than should have
         been, later, when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
-        answered = exchange.status == 200
-        try:
-            if answered or (exchange.sent and not exchange.status):  # or the client left
-                self.explain(exchange)
-            elif exchange.status == 503:  # llama-server: loading its model
-                self.backend.lost_at = exchange.ended
-            first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
-            if record := exchange.trace.record:
-                record.answer = heard_answer(first, last) if answered else None
-                record.tap = None
-            if exchange.status == 400 and CONTEXT_FULL.search(first):
-                self.replay.overflowed(exchange.trace)
-            if not answered:
-                exchange.verdict = exchange.case = None
-            else:
-                exchange.usage = usage_of(first, last)
-            if exchange.verdict is not None:
-                self.warmup.remember(exchange)
-            exchange.tap = exchange.view = None
-            exchange.trace = Trace(exchange.trace.conversation)
+        with self.faults_logged("a finished request could not be recorded"):
+            self.settle(exchange)
             case = exchange.case
             lost = case is not None and missing_tokens(case, exchange.usage)
             if lost and self.asking.acquire(False):
                 threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
             else:
                 self.record(exchange)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
+
+    def settle(self, exchange: Exchange) -> None:
+        """Read the end of an answer, and let go of what is needed no longer."""
+        answered = exchange.status == 200
+        if answered or (exchange.sent and not exchange.status):  # or the client left
+            self.explain(exchange)
+        elif exchange.status == 503:  # llama-server: loading its model
+            self.backend.lost_at = exchange.ended
+        first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        if record := exchange.trace.record:
+            record.answer = heard_answer(first, last) if answered else None
+            record.tap = None
+        if exchange.status == 400 and CONTEXT_FULL.search(first):
+            self.replay.overflowed(exchange.trace)
+        if answered:
+            exchange.usage = usage_of(first, last)
+        else:
+            exchange.verdict = exchange.case = None
+        if exchange.verdict is not None:
+            self.warmup.remember(exchange)
+        exchange.tap = exchange.view = None
+        exchange.trace = Trace(exchange.trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
         """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
         asked for its slots, and how it renders the prompts, once it is idle."""
         case, exchange.case = exchange.case, None
-        try:
+        with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
                     case.server = self.backend.describe()
@@ -5527,35 +5215,31 @@ class Proxy:
                     self.log.info("%s", line)
             if warning:
                 self.log.warning("%s", warning)
-        except Exception:
-            self.log.exception("a finished request could not be recorded")
-        finally:
-            if ask:
-                self.asking.release()
+        if ask:
+            self.asking.release()
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from; if it renders old turns
-        in another way than before, that is why it had to read them again."""
-        base, prompts = case.base, list[str]()
+        """Have the server render a prompt and the one that it goes on from: does it render old
+        turns in another way than before, it had to read them again."""
+        base, verdict, prompts = case.base, case.verdict, list[str]()
         with self.metrics.guard:
             kept = {one.number: one for one in self.metrics.recent}
         before = kept.get(base.number) if base is not None and case.whole else None
         if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
             return
+        key = exchange.request.get("authorization").removeprefix("Bearer ")
         for one in (before, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.key())[1]
+            answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         at = common_prefix(*prompts)
         if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
             return
-        turns = [*base.names[base.first :], ""]
-        where, place = turns[0], 0
-        for text, following in zip(base.texts[base.first :], turns[1:], strict=True):
+        names, place = base.names[base.first :], 0
+        where = names[0]
+        for text, following in zip(base.texts[base.first :], [*names[1:], ""], strict=True):
             found = prompts[0].find(text.strip()[:60], place, at)
             if found >= 0:
                 where, place = following, found
-        verdict = case.verdict
         verdict.name, verdict.kind, verdict.where = "template", "template", where
         verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
         verdict.advice = (
@@ -5565,24 +5249,28 @@ class Proxy:
         )
 
     def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go, estimated from its characters: system,
-        tools with the five largest, turns."""
+        """Where the tokens of a prompt that is kept go, estimated from its characters."""
         assert exchange.dialect is not None and exchange.forwarded is not None
         view = view_of(parse(exchange.forwarded), exchange.dialect)
+        found = [(name, len(text)) for name, text in segments_of(view)] if view is not None else []
+        total = sum(size for _, size in found)
+        rate = (exchange.usage.prompt or total / 4) / (total or 1)
         sizes: collections.Counter[str] = collections.Counter()
-        for name, text in segments_of(view) if view is not None else ():
-            sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-        rate = (exchange.usage.prompt or sizes.total() / 4) / (sizes.total() or 1)
-        tools = {name[5:]: round(n * rate) for name, n in sizes.items() if name[4:5] == " "}
-        largest = dict(sorted(tools.items(), key=lambda tool: tool[1], reverse=True)[:5])
-        parts = {"system": round(sizes["system"] * rate), "tools": sum(tools.values())}
-        turns = round(sizes["turn"] * rate)
-        return {**parts, "turns": turns, "estimated": True, "largest tools": largest}
+        tools: collections.Counter[str] = collections.Counter()
+        for name, size in found:
+            kind, _, rest = name.partition(" ")
+            sizes[kind] += size
+            if kind == "tool":
+                tools[rest] += size
+        told: Json = {part: round(sizes[part.rstrip("s")] * rate) for part in ("tools", "turns")}
+        largest = {name: round(size * rate) for name, size in tools.most_common(5)}
+        system = round(sizes["system"] * rate)
+        return {"system": system, **told, "estimated": True, "largest tools": largest}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address that a text is; None of any other."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         address = ipaddress.ip_address(host.split("%")[0])
         return getattr(address, "ipv4_mapped", None) or address
     return None
@@ -5611,31 +5299,29 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: the line, and a second one when a prompt was not reused for a
-    reason."""
-    request, report, usage = exchange.request, exchange.report, exchange.usage
-    verdict, status = exchange.verdict, exchange.status
+    """The log of one request: a line, and another one when a prompt was not reused for a reason."""
+    request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
-        counts = {name: count for name, count in vars(report).items() if name != "note"}
+        counts = dict(vars(exchange.report))
+        note = counts.pop("note")
         parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
         parts.append(f"stream={exchange.stream}")
         parts += [f"{name}={count}" for name, count in counts.items() if count]
         if usage.cached is not None and usage.prompt:
             share = 100 * usage.cached / usage.prompt
             parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
-        elif status == 200 and not exchange.counting:
+        elif exchange.status == 200 and not exchange.counting:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
         parts.append(verdict.title() if verdict is not None else "")
-        parts.append(f"forwarded as it came: {report.note}" if report.note else "")
-    if status != 200 or len(parts) == 1:
-        parts.append(f"status={status or '-'}")
+        parts.append(f"forwarded as it came: {note}" if note else "")
+    if exchange.status != 200 or len(parts) == 1:
+        parts.append(f"status={exchange.status or '-'}")
+    reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
-    if verdict is not None and verdict.line() and not verdict.side:
-        lines.append("    " + verdict.line())
-    return lines
+    return [*lines, "    " + reason] if reason else lines
 
 
 class Metrics:
@@ -5647,10 +5333,8 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.bodies: collections.deque[Exchange]  # of `recent`, those with bodies
         self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
         self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
-        self.bodies, self.kept = collections.deque(), 0  # bytes of them
         self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -5663,23 +5347,22 @@ class Metrics:
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
         verdict, report, counts = exchange.verdict, exchange.report, self.counts
+        prompt, cached = exchange.usage.prompt, exchange.usage.cached
         with self.guard:
             self.number += 1
             exchange.number = self.number
             counts["status", str(exchange.status)] += 1
-            if report.edits():
-                for name, number in vars(report).items():
-                    if number and name not in ("items", "items_modified", "note"):
-                        counts["kind", name] += number
+            for name, number in vars(report).items() if report.edits() else ():
+                if number and name not in ("items", "items_modified", "note"):
+                    counts["kind", name] += number
             if report.note:
                 counts["reason", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None and self.config.keep_requests:
+            if exchange.dialect is not None:
                 self.keep(exchange)
             if verdict is None:
                 return ""
             self.judged += 1
             counts["verdict", verdict.name] += 1
-            prompt, cached = exchange.usage.prompt, exchange.usage.cached
             if prompt is None or cached is None:
                 return ""
             counts["state", "reused"] += cached
@@ -5693,8 +5376,8 @@ class Metrics:
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add up the time that was saved: by tokens that would have been read without kvproxy, at
-        the rate of all long reads."""
+        """Add the time of tokens that would have been read without kvproxy, at the rate of all
+        long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
@@ -5710,8 +5393,7 @@ class Metrics:
         return sum(cached for cached, _, _ in self.window) / total if total else None
 
     def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE; '' until it has recovered and
-        falls again."""
+        """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
         rate = self.hit_rate()
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
@@ -5721,8 +5403,7 @@ class Metrics:
         return ""
 
     def cause(self, *spared: str) -> str:
-        """The most frequent reason why the requests of the window were not reused; `spared`
-        verdicts are none."""
+        """The most frequent verdict of the window but `extended` and the `spared` ones."""
         names = [name for _, _, name in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
@@ -5731,26 +5412,22 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
-        self.bodies.append(exchange)
-        self.kept += exchange.size()
-        while self.kept > self.KEEP_BYTES or len(self.bodies) > self.config.keep_requests:
-            old = self.bodies.popleft()
-            self.kept -= old.size()
-            old.received = old.forwarded = None
+        room = self.KEEP_BYTES
+        for one in reversed(self.recent):
+            room -= one.size()
+            if room < 0:
+                one.received = one.forwarded = None
 
 
-# Names whose values are not written down, of headers, in addresses, and in bodies beside the
-# prompt.
+# Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.
 SECRET_NAME = re.compile(
-    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw|passphrase"
-    r"|credential|signature|session|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
+    r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
+    r"|passphrase|credential|signature|session"
+    r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
 QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
 # The look-behind lets a match begin at the start of a name only: else long names take square time.
 ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
-JSON_PAIR = re.compile(
-    r'"(?P<name>[^"\\]{1,64})"\s*:\s*"(?P<value>[^"\\]*(?:\\.[^"\\]*)*)', re.DOTALL
-)
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
@@ -5758,136 +5435,68 @@ PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "func
 def hidden(pair: re.Match[str]) -> str:
     """A name and its value, or *** for a secret's value."""
     secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
-    return pair[0][: pair.start("value") - pair.start()] + "***" if secret else pair[0]
+    return f"{pair['name']}=***" if secret else pair[0]
 
 
-class Capture:
-    """CAPTURE_FILE: every request as a JSON line, without the values of keys, passwords and the
-    like.
+def without_secrets(address: str) -> str:
+    """A target or a header's value, without secrets in queries and path parameters."""
+    path, mark, query = address.partition("?")
+    query = QUERY_PART.sub(hidden, query)
+    return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
 
-    A write that fails ends the capture, never the proxy."""
 
-    def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.path, self.limit = os.path.expanduser(config.capture_file), config.capture_mb << 20
-        self.log, self.guard = log, threading.RLock()  # close() takes it within write()
-        self.file: Any = None
-        self.size = 0
-
-    def open(self) -> None:
-        """Open the file, if one is wanted. Raises OSError."""
-        if not self.path or self.file is not None:
-            return
-        self.file = open_private(self.path, "a")
-        self.size = os.fstat(self.file.fileno()).st_size
-        if self.size:
-            with open(self.path, "rb") as written:
-                written.seek(-1, os.SEEK_END)
-                if written.read() != b"\n":  # half a line, after a crash or a full disk
-                    self.size += self.file.write("\n")
-
-    def write(self, exchange: Exchange) -> None:
-        """Append a finished request. A file that would get too long makes room for a new one."""
-        if not self.path or exchange.received is None:
-            return
-        line = self.line(exchange, exchange.received)
-        with self.guard:
-            try:
-                if self.file is not None and self.size and self.size + len(line) > self.limit:
-                    self.close()
-                    os.replace(self.path, self.path + ".1")
-                self.open()
-                if self.file is not None:
-                    self.size += self.file.write(line)
-                    self.file.flush()
-            except OSError as error:
-                self.log.warning("capture stopped: %s cannot be written (%s)", self.path, error)
-                self.path = ""
-                self.close()
-
-    def close(self) -> None:
-        with self.guard, contextlib.suppress(OSError):
-            file, self.file = self.file, None
-            if file is not None:
-                file.close()
-
-    def line(self, exchange: Exchange, received: bytes | bytearray) -> str:
-        """The row of a request: its body as JSON if that loses nothing, else as text, without the
-        secrets that can be told."""
-        request, headers = exchange.request, dict[str, str]()
-        for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else self.without_secrets(value)
-        row: Json = {
-            "method": request.method,
-            "path": self.without_secrets(request.path),
-            "time": exchange.time,
-            "headers": headers,
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-        }
-        with contextlib.suppress(ValueError, RecursionError):
-            row["body"] = self.without_secret_members(parse(received))
-            return json.dumps(row, separators=(",", ":")) + "\n"
-        row.pop("body", None)
-        row["text"] = JSON_PAIR.sub(hidden, received.decode("utf-8", "replace"))
-        return json.dumps(row, separators=(",", ":")) + "\n"
-
-    def without_secrets(self, address: str) -> str:
-        """A target or a header's value, without the secrets in its query and path parameters."""
-        path, mark, query = address.partition("?")
-        query = QUERY_PART.sub(hidden, query)
-        return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
-
-    def without_secret_members(self, body: Json) -> Json:
-        """A parsed body, changed in place: what stands beside the prompt has no secrets."""
-        waiting: list[Any] = [body]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list):
-                waiting += value
-            for name, member in value.items() if isinstance(value, dict) else ():
-                if SECRET_NAME.search(name[-64:]) and member is not None:
-                    value[name] = "***"
-                elif name not in PROMPT_MEMBERS:
-                    waiting.append(member)
-        return body
+def without_secret_members(body: Json) -> Json:
+    """A parsed body, changed in place: no secrets beside the prompt."""
+    waiting: list[Any] = [body]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        for name, member in value.items() if isinstance(value, dict) else ():
+            if SECRET_NAME.search(name[-64:]) and member is not None:
+                value[name] = "***"
+            elif name not in PROMPT_MEMBERS:
+                waiting.append(member)
+    return body
 
 
 def open_private(path: str, mode: str) -> Any:
-    """A text file to write that only its owner may read, also one that was there already. Raises
-    OSError."""
+    """A text file to write that only its owner may read. Raises OSError."""
     private = functools.partial(os.open, mode=0o600)
     file = open(  # noqa: SIM115 - the caller closes it
         path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
     )
     if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.fchmod(file.fileno(), 0o600)
     return file
 
 
-def cannot_write(setting: str, path: str, error: OSError) -> ConfigError:
-    """What stops the start when the file of a setting cannot be used."""
-    why = error.strerror or error
-    advice = "name a file in a folder that you may write to"
-    return ConfigError(f"{setting}={path!r}: cannot be written ({why}); {advice}")
+@contextlib.contextmanager
+def stops_the_start(setting: str, path: str) -> Iterator[None]:
+    """A file of a setting that cannot be used raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+        advice = "name a file in a folder that you may write to"
+        raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
-class LogFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE: for its owner only, opened anew after a rename (logrotate). Raises ConfigError.
+class PrivateFile(logging.FileHandler):
+    """A file that only its owner may read. A full disk costs one line, not one for each record."""
 
-    A disk that is full costs one line on stderr, not a traceback for each record."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.told = path, False
-        try:
-            super().__init__(os.path.expanduser(path))
-        except OSError as error:
-            raise cannot_write("LOG_FILE", path, error) from None
+    told = False
+    tell: Callable[[str], None]
 
     def _open(self) -> Any:
-        return open_private(self.baseFilename, "a")
+        file = open_private(self.baseFilename, "a")
+        if os.fstat(file.fileno()).st_size:
+            with open(self.baseFilename, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                    file.write("\n")
+        return file
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -5898,41 +5507,61 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         fault = sys.exc_info()[1]
         if not isinstance(fault, OSError):
-            return super().handleError(record)
-        if not self.told:
+            super().handleError(record)
+        elif not self.told:
             self.told = True
-            with contextlib.suppress(OSError):
-                print(
-                    f"kvproxy: LOG_FILE={self.path!r} cannot be written: {fault}", file=sys.stderr
-                )
+            self.tell(f"{self.baseFilename} cannot be written: {fault}")
 
 
-class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Its last turn is a placeholder, and its answer is one token."""
+class LogFile(PrivateFile, logging.handlers.WatchedFileHandler):
+    """LOG_FILE, opened anew after a rename (logrotate). Raises ConfigError."""
 
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
-        self.sock: socket.socket | None = None
-        self.closed = False  # given up, or answered
-        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+    def __init__(self, path: str) -> None:
+        with stops_the_start("LOG_FILE", path):
+            super().__init__(os.path.expanduser(path))
 
-    def close(self) -> None:
-        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
-        self.closed = True
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
+    def tell(self, text: str) -> None:
+        with suppress(OSError):
+            print("kvproxy: LOG_FILE:", text, file=sys.stderr)
 
-    def begins(self, path: str, view: View) -> bool:
-        """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
-        with contextlib.suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
-        return False
+
+class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
+    """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
+
+    def __init__(self, config: Config, log: logging.Logger) -> None:
+        self.wanted, self.tell = (
+            bool(config.capture_file),
+            functools.partial(log.warning, "CAPTURE_FILE: %s"),
+        )
+        path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
+        super().__init__(path, maxBytes=size, backupCount=1, delay=True)
+
+    def open(self) -> None:
+        """Open the file, if one is wanted. Raises OSError."""
+        if self.wanted:
+            self.stream = self._open()
+
+    def write(self, exchange: Exchange) -> None:
+        """Append a finished request, without secrets; of a body that is no JSON the size."""
+        request, received, headers = exchange.request, exchange.received, dict[str, str]()
+        if received is None or not self.wanted:
+            return
+        for name, value in request.headers.raw_items():
+            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+        row = {
+            "method": request.method,
+            "path": without_secrets(request.path),
+            "time": exchange.time,
+            "headers": headers,
+            "status": exchange.status,
+            "report": vars(exchange.report),
+            "usage": vars(exchange.usage),
+            "verdict": exchange.verdict.name if exchange.verdict else None,
+            "bytes": len(received),
+        }
+        with suppress(ValueError, RecursionError):
+            row["body"] = without_secret_members(parse(received))
+        self.handle(logging.makeLogRecord({"msg": json.dumps(row, separators=(",", ":"))}))
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
@@ -5947,15 +5576,46 @@ def front_members(body: Json) -> Json:
     return front
 
 
+class Prefill:
+    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
+    it. The last turn is a placeholder, and the answer is one token."""
+
+    def __init__(self, path: str, body: Json) -> None:
+        self.path, self.body = path, body
+        self.sock: socket.socket | None = None
+        self.closed = False  # given up, or answered
+        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+
+    def opened(self, sock: socket.socket) -> None:
+        self.sock = sock
+        if self.closed:
+            raise ConnectionAbortedError("given up before there was a connection")
+
+    def close(self) -> None:
+        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
+        self.closed = True
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def begins(self, path: str, view: View) -> bool:
+        """Whether a request, as it is forwarded, begins with this prompt."""
+        if path != self.path:
+            return False
+        turns = self.body[view.dialect.turns][:-1]
+        begun = [turn.item for turn in view.turns[: len(turns)]]
+        with suppress(RecursionError):  # nested deeply
+            return begun == turns and front_members(view.body) == front_members(self.body)
+        return False
+
+
 class Warmup:
-    """Remembers the heads of recent conversations and has the server read them before the first
-    real turn needs them. At most one prefill is under way, and clients' requests go first:
-    hold()."""
+    """Remembers the heads of recent conversations, and has the server read them before a request
+    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
-    BAD_FILE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
@@ -5969,9 +5629,8 @@ class Warmup:
         self.over = threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
-        self.keys: dict[str, str] = {}  # the newest client's API key, in memory only
-        self.refused: dict[str, str] | None = None  # keys that the server did not take
-        self.state, self.warned = "off", False
+        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
+        self.state = "off"
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -5996,20 +5655,31 @@ class Warmup:
     # --- the heads and their file -----------------------------------------------------------------
 
     def open(self) -> None:
-        """See whether the file can be written, and clear away what a crash left. Raises OSError."""
-        if not self.path:
-            return
-        if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError("it is no plain file")
-        with self.temporary():
-            pass
+        """See whether the file can be written. Raises OSError."""
+        if self.path:
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
+                raise OSError("it is no plain file")
+            self.write(None)
+
+    def write(self, text: str | None) -> None:
+        """Write the file, whole or not at all; without a text only try to. Raises OSError."""
+        name = self.path + ".tmp"
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        try:
+            with open_private(name, "x") as file:
+                file.write(text or "")
+            if text is not None:
+                os.replace(name, self.path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
 
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on, so that
-        new ones match."""
-        path, replay = self.path, self.proxy.replay
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
+        replay = self.proxy.replay
         try:
-            with open(path, encoding="ascii") as file:
+            with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
@@ -6021,12 +5691,13 @@ class Warmup:
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
-        except self.BAD_FILE as error:
-            self.warn(f"WARMUP_FILE={path!r} cannot be read and starts anew: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
+            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
+            self.proxy.log.warning(text, self.path, error)
         self.due = dict(self.heads)
 
     def keep(self, key: str, head: Json) -> None:
-        """Make a head the newest one; the least recently used one may go."""
+        """Make a head the newest one; the oldest may go."""
         self.heads.pop(key, None)
         self.heads[key] = head
         if len(self.heads) > self.config.warmup_heads:
@@ -6054,46 +5725,20 @@ class Warmup:
             self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
             self.due.pop(ident, None)  # the client itself had it read
             if ident != newest and self.path:
-                self.save()
-
-    def save(self) -> None:
-        """Write the file, whole or not at all. Called with the guard held."""
-        try:
-            with self.temporary() as file:
-                file.write(json.dumps(self.heads))  # json.dump would not use the C encoder
-                file.close()
-                os.replace(file.name, self.path)
-        except OSError as error:
-            self.warn(f"WARMUP_FILE={self.path!r} cannot be written: {error}")
-
-    @contextlib.contextmanager
-    def temporary(self) -> Iterator[Any]:
-        """A new file beside WARMUP_FILE, gone at the end unless it was renamed. Raises OSError."""
-        name = self.path + ".tmp"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        try:
-            with open_private(name, "x") as file:
-                yield file
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-
-    def warn(self, text: str) -> None:
-        """Warn about the file, but only once."""
-        if not self.warned:
-            self.proxy.log.warning("%s", text)
-        self.warned = True
+                try:
+                    self.write(json.dumps(self.heads))
+                except OSError as error:
+                    text = "WARMUP_FILE=%r cannot be written any more: %s"
+                    self.proxy.log.warning(text, self.path, error)
+                    self.path = ""
 
     # --- the work ---------------------------------------------------------------------------------
 
-    def hold(self, exchange: Exchange, wait: Callable[[float], None]) -> None:
+    def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading is held until that has been read: the server would notice a cancel late,
-        and read it all again in another slot. Any other that needs the model ends the prefill,
-        unless a client waits for it.
-
-        `wait(seconds)` waits at most so long, and raises ClientGone when the client hangs up."""
+        server is reading waits until that has been read: the server would notice a cancel late, and
+        read it all again in another slot. Any other that needs the model ends the prefill, unless a
+        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
@@ -6104,7 +5749,7 @@ class Warmup:
             prefill.waiting.add(exchange)
             try:
                 while not prefill.closed and time.monotonic() < until:
-                    wait(self.HOLD_LOOK)
+                    watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
         if not prefill.waiting:
@@ -6113,15 +5758,12 @@ class Warmup:
     def run(self) -> None:
         wait = self.FIRST_WAIT
         while not self.over.wait(wait):
-            try:
+            with self.proxy.faults_logged("warm-up failed"):
                 self.step()
-            except Exception:
-                self.proxy.log.exception("warm-up failed")
             wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def step(self) -> None:
-        """Warm up after a start and after the backend was away; repeat the newest head while idle,
-        if that is wanted."""
+        """Warm up after a start and after the backend was away; keep the newest head warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -6129,11 +5771,11 @@ class Warmup:
         with self.guard:
             if backend.lost_at != self.lost_at:
                 self.lost_at = backend.lost_at
-                self.due, self.refused = dict(self.heads) if self.config.warmup_file else {}, None
+                self.due = dict(self.heads) if self.config.warmup_file else {}
             heads = list(self.due.items())
             if not heads and keepalive and idle >= keepalive:
                 heads = list(self.heads.items())[-1:]
-        if not heads or self.keys == self.refused:
+        if not heads or self.keys is None:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -6146,8 +5788,8 @@ class Warmup:
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in (401, 403):  # after a start there is no key until a client brings one
-                self.refused = self.keys
+            if status in (401, 403):
+                self.keys = None  # until a client brings one that is taken
             if status in (401, 403, *self.NOT_READY):
                 return
             self.proxy.last_end = ended
@@ -6161,21 +5803,10 @@ class Warmup:
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
         try:
-            url, tls = self.proxy.backend.locate(), self.proxy.backend.tls
-            connection = http_connection(url, self.config.connect_timeout, tls=tls)
-            with contextlib.closing(connection):
-                connection.connect()
-                connection.sock.settimeout(self.config.read_timeout)
-                prefill.sock = connection.sock
-                if prefill.closed:  # given up before there was a connection
-                    return 0
-                target = under(url, prefill.path.encode()).decode()
-                headers = {"Content-Type": "application/json", **self.keys}
-                connection.request("POST", target, dump(prefill.body), headers)
-                response = connection.getresponse()
-                response.read()
-                return response.status
-        except (OSError, ValueError, http.client.HTTPException):
+            url, body = self.proxy.backend.locate(), dump(prefill.body)
+            seconds = self.config.read_timeout
+            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+        except OSError:
             return 0
         finally:
             self.prefill, prefill.closed = None, True
@@ -6641,7 +6272,7 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
     history: list[Json] = []
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
-    target = under(server, b"/v1/chat/completions").decode()
+    target = under(server, "/v1/chat/completions")
     headers = {"Content-Type": "application/json", **bearer(key)}
     for turn in range(1, args.turns + 1):
         ident = str(uuid.uuid4())

@@ -1276,7 +1276,7 @@ def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) ->
 )
 def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
     url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
-    assert kvproxy.under(url, target.encode()) == wanted.encode()
+    assert kvproxy.under(url, target) == wanted
 
 
 def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
@@ -8186,7 +8186,7 @@ def test_status_bodies_kept_are_bounded() -> None:
         exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
         metrics.count(exchange)
         held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
-        assert metrics.kept == held <= 1000
+        assert held <= 1000
     assert (
         len(metrics.recent) == 5
         and metrics.recent[-1].received is None
@@ -9014,10 +9014,8 @@ def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
         and rows[0]["report"]["regex_removed"] == int(scrub_)
         and rows[0]["verdict"] == "cold"
     )
-    assert rows[1]["text"] == "\ufffd not json" and "body" not in rows[1]
-    assert [row["text"] for row in rows[2:5]] == [
-        body.decode() for body in odd[1:]
-    ]  # not what a parser makes of them
+    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
+        assert row["bytes"] == len(raw) and "body" not in row
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -9036,7 +9034,7 @@ def test_files_capture_closes_a_file_that_others_could_read(rig: MakeRig, tmp_pa
 def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "capture.jsonl"
     one = rig(capture_file=str(path))
-    one.proxy.capture.limit = 30000
+    one.proxy.capture.maxBytes = 30000
     for number in range(12):
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
     assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
@@ -9049,7 +9047,7 @@ def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
     )  # larger than the limit: alone in its file
     assert len(ex_rows(path)) == 1
     second = rig(capture_file=str(path))  # what is there from before counts
-    second.proxy.capture.limit = 30000
+    second.proxy.capture.maxBytes = 30000
     ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
     if os.name == "posix":
@@ -9072,14 +9070,14 @@ def test_files_capture_trouble(
     if place == "breaks later":
         ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
 
-        class Full:
-            def write(self, text: str) -> None:
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
                 raise OSError(28, "No space left on device")
 
             def close(self) -> None:
                 raise OSError(28, "No space left on device")
 
-        one.proxy.capture.file = Full()
+        one.proxy.capture.stream = Full()
     answers: list[int] = []
     threads = [
         threading.Thread(
@@ -9094,7 +9092,7 @@ def test_files_capture_trouble(
     one.finished(8)
     assert answers == [200] * 8
     assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        f"capture stopped: {path} cannot be written"
+        f"CAPTURE_FILE: {path} cannot be written"
     )
 
 
@@ -9272,7 +9270,7 @@ def test_files_log_is_opened_anew_after_a_rename(tmp_path: Path, capsys: Capsys)
     log.warning("five")
     assert path.read_text().endswith("five\n")
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"kvproxy: LOG_FILE={str(path)!r} cannot be written: ")
+    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
@@ -9444,48 +9442,14 @@ def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> 
     assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
 
 
-@pytest.mark.parametrize("end", ["", "{", "nul", "deep"])
-def test_files_capture_has_no_secret_of_a_body_that_is_no_json(
-    rig: MakeRig, tmp_path: Path, end: str
-) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    raw = rb'{"apiKey" : "HU\"SH", "a": {"password":"HUSH"}, "x": "said \"token\": \"said\"", "x": 1, "token": '
-    raw += b"[" * 5000 + b"]" * 5000 + b"}" if end == "deep" else end.encode()
-    one.post(EX_CHAT_PATH, raw)
-    one.finished(1)
-    text = ex_rows(path)[0]["text"]
-    assert "SH" not in text and '"apiKey" : "***", "a": {"password":"***"}' in text
-    assert r"said \"token\": \"said\"" in text
-
-
-def test_files_capture_text_of_any_shape_takes_linear_time() -> None:
-    """The pattern for bodies that are no JSON must not backtrack."""
-    capture = Proxy(Config()).capture
-    for piece in (
-        '"key":"',
-        '"key":"\\',
-        '"',
-        '\\"',
-        '"key"   ',
-        ":",
-        '"key" :"a\\"',
-        "a",
-        "?a",
-        "&",
-        ";a",
-        "=",
-        "&a;",
-    ):
-        for function in (
-            lambda text: kvproxy.JSON_PAIR.sub(kvproxy.hidden, text),
-            capture.without_secrets,
-        ):
-            times = []
-            for size in (60_000, 120_000):
-                text = piece * (size // len(piece))
-                times.append(min(timed(function, text) for _ in range(3)))
-            assert times[1] < 3 * times[0] + 0.01, piece
+def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
+    """The patterns for secrets in addresses must not backtrack."""
+    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
+        times = []
+        for size in (60_000, 120_000):
+            text = piece * (size // len(piece))
+            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
+        assert times[1] < 3 * times[0] + 0.01, piece
 
 
 def timed(function: Callable[..., Any], *args: Any) -> float:
@@ -10423,12 +10387,6 @@ def relay_error(answer: Answer, anthropic: bool = False) -> str:
     return str(message)
 
 
-@pytest.fixture
-def relay_reuse(monkeypatch: Patch) -> None:
-    """Connections to the server are kept for as long as a slow machine may need."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 1000.0)
-
-
 @pytest.fixture(params=["rdhup", "peek", "select"])
 def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
     """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
@@ -10438,13 +10396,8 @@ def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
     if request.param != "rdhup":
         monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
     if request.param == "select":
-        monkeypatch.setattr(kvproxy, "Poll", kvproxy.SelectPoll)
+        monkeypatch.delattr(select, "poll")
     return str(request.param)
-
-
-def relay_pooled(made: Rig) -> None:
-    """Wait until the connection of the answer just received can be used again."""
-    wait_for(lambda: made.proxy.backend.pool.idle, "the connection to be kept")
 
 
 @pytest.fixture(scope="module")
@@ -11189,16 +11142,14 @@ def test_relay_connection_is_kept_or_closed_as_asked(
         assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
 
 
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_errors_of_the_server_keep_the_connection(rig: MakeRig) -> None:
-    """They pass as they are, and the next request goes over both connections again."""
+    """They pass as they are, and the client's next request comes over the same connection."""
     made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
     peer = made.connect()
     for status in (400, 401, 404, 413, 429, 500, 501, 503, 599):
         answer = peer.send(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % status).response("GET")
         assert (answer.status, answer.json()) == (status, {"error": f"/{status}"})
         assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
-    assert made.server.connections == 1
 
 
 def test_relay_nothing_is_served_behind_a_closing_request(rig: MakeRig) -> None:
@@ -11417,8 +11368,7 @@ RELAY_BAD_ANSWERS = [
 
 @relay_table("data,end", RELAY_BAD_ANSWERS)
 def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) -> None:
-    """One attempt, a 502 that says so in the API's style, and the connection to the server is not
-    used again."""
+    """One attempt, and a 502 that says so in the API's style."""
     made = rig(relay_says(data, end=end))
     answer = made.post("/v1/chat/completions", RELAY_HELLO)
     assert answer.status == 502, answer.head
@@ -11428,12 +11378,6 @@ def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) 
     assert answer.status == 502
     relay_error(answer, anthropic=True)
     assert len(made.server.seen) == made.server.connections == 2
-    wait_for(
-        lambda: (
-            all(link.sock.fileno() < 0 for link in made.server.links)
-            or not made.proxy.backend.pool.idle
-        )
-    )
 
 
 @pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
@@ -11529,7 +11473,6 @@ def test_relay_server_whose_queue_is_full(rig: MakeRig) -> None:
     ],
 )
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_interim_answers_are_not_the_answer(
     rig: MakeRig, interim: bytes, split: bool
 ) -> None:
@@ -11541,7 +11484,6 @@ def test_relay_interim_answers_are_not_the_answer(
     for _ in range(2):
         answer = peer.send(RELAY_POST).response()
         assert (answer.status, answer.body) == (200, b"ok")
-    assert made.server.connections == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
@@ -11597,7 +11539,6 @@ def test_relay_answer_before_the_body_is_read(
     wait_for(lambda: made.proxy.running == 0)
     over.set()
     assert [seen.target for seen in made.server.seen] == [path]
-    assert not made.proxy.backend.pool.idle
 
 
 @pytest.mark.parametrize("part", [b"", b"half of the bo"])
@@ -11639,7 +11580,6 @@ def test_server_descriptors_above_1023(rig: MakeRig) -> None:
             held.append(os.dup(0))
         held.append(os.dup(0))
         assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-        made.proxy.backend.pool.close()
         return made.server.links[-1].sock.fileno() > 1023
 
     try:
@@ -11650,193 +11590,51 @@ def test_server_descriptors_above_1023(rig: MakeRig) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# --- connections that are used again --------------------------------------------------------------
+# --- one connection for each request --------------------------------------------------------------
 
 
-def relay_closing(*answers: bytes | None) -> Script:
-    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
-    is closed."""
-    count = iter(range(1000))
-
-    def script(link: Link, seen: Seen) -> None:
-        number = next(count)
-        answer = answers[number] if number < len(answers) else None
-        if answer is None:
-            return link.reply(b"answer %d" % number)
-        link.send(answer)
-        link.close()
-
-    return script
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_to_the_server_is_used_again(rig: MakeRig) -> None:
-    made = rig()
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        assert made.post(path, RELAY_HELLO).status == 200
-        relay_pooled(made)
-    for method in ("GET", "OPTIONS", "DELETE"):
-        assert made.get("/", method=method).status == 200
-        relay_pooled(made)
-    assert made.server.connections == 1
-    # A body that is passed on as it comes cannot be sent twice, so it gets a connection of its own.
-    assert made.post("/x", b"x").status == 200
-    assert made.server.connections == 2
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_kept_after_a_stream_of_llama_server(rig: MakeRig) -> None:
-    """It says keep-alive and closes; what were sent on it would be sent in vain."""
-    made = rig()
-    for _ in range(2):
-        answer = made.post("/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}')
-        assert answer.body.endswith(b"data: [DONE]\n\n")
-        assert not made.proxy.backend.pool.idle
-    assert made.server.connections == 2
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, method: str) -> None:
-    """The server closes a used connection on a request without a byte of an answer: it goes out
-    again, on a new one."""
-    made = rig(relay_closing(None, b""))
-
-    def ask() -> Answer:
-        return made.post("/v1/chat/completions", RELAY_HELLO) if method == "POST" else made.get("/")
-
-    assert ask().body == b"answer 0"
-    relay_pooled(made)
-    assert ask().body == b"answer 2"
-    assert (len(made.server.seen), made.server.connections) == (3, 2)
-    assert made.server.seen[1].head == made.server.seen[2].head
-    assert made.server.seen[1].body == made.server.seen[2].body
-
-
-RELAY_NO_REPEAT = [
-    ("new connection", [b""], 1),
-    ("new connection after a stale one", [None, b"", b""], 3),
-    ("part of a status line", [None, b"HTT"], 2),
-    ("part of a head", [None, RELAY_OK_HEAD + b"Conte"], 2),
-    ("interim answer", [None, b"HTTP/1.1 100 Continue\r\n\r\n"], 2),
-    ("early hints and part of a head", [None, b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"], 2),
-    ("garbage", [None, b"garbage\r\n\r\n"], 2),
-]
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_is_repeated_once_however_many_are_stale(rig: MakeRig) -> None:
-    together = threading.Barrier(3)
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/together":
-            together.wait(PATIENCE)
-            return link.reply(b"ok")
-        link.close()
-
-    made = rig(script)
-    peers = [made.raw(b"GET /together HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(3)]
-    assert [peer.response("GET").status for peer in peers] == [200] * 3
-    wait_for(lambda: len(made.proxy.backend.pool.idle) == 3)
-    assert made.get("/alone").status == 502
-    assert [seen.target for seen in made.server.seen].count("/alone") == 2
-
-
-@relay_table("answers,count", RELAY_NO_REPEAT)
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_request_is_not_repeated_when_it_may_have_run(
-    rig: MakeRig, answers: list[bytes | None], count: int
-) -> None:
-    made = rig(relay_closing(*answers))
-    for answer in answers:
-        if answer is None:
-            assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-            relay_pooled(made)
+@relay_table(
+    "answer",
+    [
+        ("nothing", b""),
+        ("part of a status line", b"HTT"),
+        ("part of a head", RELAY_OK_HEAD + b"Conte"),
+        ("interim answer", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints and part of a head", b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"),
+        ("garbage", b"garbage\r\n\r\n"),
+    ],
+)
+def test_relay_request_is_not_repeated(rig: MakeRig, answer: bytes) -> None:
+    """The server may have run it."""
+    made = rig(relay_says(answer, end="close"))
     answered = made.post("/v1/chat/completions", RELAY_HELLO)
     assert answered.status == 502
     relay_error(answered)
-    assert len(made.server.seen) == count
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_cut_on_a_used_connection_is_not_repeated(rig: MakeRig) -> None:
-    made = rig(relay_closing(None, RELAY_OK_HEAD + b"Content-Length: 10\r\n\r\nhalf"))
-    assert made.get("/").status == 200
-    relay_pooled(made)
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    with pytest.raises((EOFError, ConnectionError)):
-        peer.response("GET")
-    assert len(made.server.seen) == 2
+    assert len(made.server.seen) == 1
 
 
 @relay_table(
     "answer",
     [
         (
-            "more bytes behind a length",
+            "behind a length",
             RELAY_OK_HEAD
             + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
         ),
         (
-            "half an answer behind a length",
-            RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n",
-        ),
-        (
-            "more bytes behind chunks",
+            "behind chunks",
             RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
         ),
-        ("more bytes behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
-        ("close", RELAY_OK_HEAD + b"Connection: Close\r\nContent-Length: 2\r\n\r\nok"),
-        ("close in a list", RELAY_OK_HEAD + b"Connection: x, CLOSE\r\nContent-Length: 2\r\n\r\nok"),
-        (
-            "keep alive of one second",
-            RELAY_OK_HEAD + b"Keep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok",
-        ),
-        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+        ("behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
     ],
 )
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_that_must_not_be_used_again(rig: MakeRig, answer: bytes) -> None:
+def test_relay_bytes_that_nobody_asked_for_are_nobodys(rig: MakeRig, answer: bytes) -> None:
     made = rig(relay_says(answer))
-    for _ in range(3):
-        assert made.get("/").body == (b"" if b" 204 " in answer else b"ok")
-    assert made.server.connections == 3
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_answer_without_a_request_is_nobodys(rig: MakeRig) -> None:
-    """Bytes that come on an idle connection are not the next request's answer."""
-    made = rig()
-    assert made.get("/").status == 200
-    relay_pooled(made)
-    made.server.links[0].send(RELAY_OK_HEAD + b"Content-Length: 4\r\n\r\nevil")
-    wait_for(
-        lambda: select.select([made.proxy.backend.pool.idle[0].sock], [], [], 0)[0],
-        "the bytes to arrive",
-    )
-    assert b"evil" not in made.get("/").body
-    assert made.server.connections == 2
-
-
-@pytest.mark.usefixtures("relay_reuse")
-def test_relay_connection_is_not_used_beyond_its_time(rig: MakeRig) -> None:
-    made = rig()
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert peer.response("GET").status == 200
-    relay_pooled(made)
-    made.proxy.backend.pool.idle[0].expires = time.monotonic()
-    assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
-    assert made.server.connections == 2
-
-
-def test_relay_idle_connections_to_the_server_are_closed_in_time(
-    rig: MakeRig, monkeypatch: Patch
-) -> None:
-    """Before the server closes them, and without another request that would notice."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.05)
-    made = rig()
-    assert made.get("/").status == 200
-    wait_for(lambda: made.server.links[0].sock.fileno() < 0, "the server to see the end")
+    peer = made.connect()
+    for number in range(1, 4):
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").body == (b"" if b" 204 " in answer else b"ok")
+        assert made.server.connections == number
 
 
 # --- framing of answers ---------------------------------------------------------------------------
@@ -11854,7 +11652,6 @@ def test_relay_idle_connections_to_the_server_are_closed_in_time(
         ("OPTIONS", "OPTIONS", b"HTTP/1.1 204 No\r\nAccess-Control-Allow-Origin: http://a\r\n\r\n", [b"Access-Control-Allow-Origin: http://a"]),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_answers_without_a_body(
     rig: MakeRig, method: str, data: bytes, lines: list[bytes]
 ) -> None:
@@ -11866,7 +11663,6 @@ def test_relay_answers_without_a_body(
         head = peer.until(b"\r\n\r\n")
         assert head.split(b"\r\n")[1:-2] == lines
         assert head.split(b"\r\n")[0] == data.split(b"\r\n")[0]
-    assert made.server.connections == 1
     assert not peer.buf
 
 
@@ -11906,7 +11702,6 @@ RELAY_CHUNK_STREAMS = [
 
 @pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
 @relay_table("coded", RELAY_CHUNK_STREAMS)
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) -> None:
     """However they are cut into packets, the end is seen, and both connections can be used
     again."""
@@ -11933,7 +11728,6 @@ def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) 
         )
         assert peer.take(len(coded)) == coded
     assert not peer.buf
-    assert made.server.connections == 1
 
 
 def test_relay_chunked_wins_over_a_length(rig: MakeRig) -> None:
@@ -12173,7 +11967,6 @@ def relay_watch(made: Rig, ended: threading.Event) -> None:
     assert ended.wait(PATIENCE)
     wait_for(lambda: made.proxy.running == 0)
     assert time.monotonic() - begun < 8
-    assert not made.proxy.backend.pool.idle
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
@@ -12647,7 +12440,6 @@ def relay_tls(rig: MakeRig, relay_certificate: Path, monkeypatch: Patch) -> Make
     return make
 
 
-@pytest.mark.usefixtures("relay_reuse")
 def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
     """Larger than a TLS record and every buffer, both ways; connections are used again."""
     body = random.Random(2).randbytes(6 << 20)
@@ -12664,7 +12456,6 @@ def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
         assert made.post(
             "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
         ).body.endswith(b"data: [DONE]\n\n")
-    assert made.server.connections <= 5  # none is kept after a stream
 
 
 @pytest.mark.parametrize("phase", ["before the head", "between events"])
@@ -12735,7 +12526,6 @@ def test_relay_tls_context_is_built_once(relay_tls: MakeRig, monkeypatch: Patch)
         load(context, *purpose)
 
     monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.0)
     made = relay_tls()
     for _ in range(3):
         assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
@@ -12841,7 +12631,7 @@ def relay_one_fault(made: Rig, pick: random.Random) -> None:
     """One request of a random kind from a client of a random kind; checks what the client sees."""
     seed = pick.randrange(1 << 30)
     # Those that wait for READ_TIMEOUT are taken more seldom.
-    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 4
+    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 10
     kind = pick.choice(
         [kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"]
     )
@@ -12913,7 +12703,6 @@ def relay_left_over() -> dict[str, int]:
 def test_server_leaves_nothing_for_the_garbage_collector(rig: MakeRig, monkeypatch: Patch) -> None:
     """What a request held is free when it ends, also on a connection that stays open: bodies are
     large, and the collector seldom looks."""
-    monkeypatch.setattr(kvproxy, "REUSE_SECONDS", 0.1)  # a kept connection holds its last answer
     made = rig(keep_requests=0)
 
     def left() -> dict[str, int]:
@@ -12945,7 +12734,7 @@ def test_server_many_faults(rig: MakeRig) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
     each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
-    made = rig(relay_misbehave, read_timeout=0.1, keep_requests=1)
+    made = rig(relay_misbehave, read_timeout=1.0, keep_requests=1)
     before = relay_left_over()
     faults: list[BaseException] = []
 
@@ -12963,7 +12752,6 @@ def test_server_many_faults(rig: MakeRig) -> None:
         thread.join()
     for fault in faults:
         raise fault
-    made.proxy.backend.pool.close()
     slack = {"Exchange": 1, "descriptors": 2}
 
     def over() -> bool:
@@ -13801,7 +13589,6 @@ def test_warmup_again_after_the_server_was_away(rig: MakeRig, eager: None, tmp_p
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path))
     wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
-    one.proxy.backend.pool.close()
     one.server.close()
     assert one.get("/v1/models").status == 502
     again = FakeServer(port=one.server.port)
@@ -13992,7 +13779,7 @@ def test_warmup_file_written_by_many_threads_stays_whole(
     rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning")
+    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
 
     def client(name: int) -> None:
         for number in range(4):

@@ -154,7 +154,7 @@ def read_request(data: bytes, size: int) -> tuple[object, ...]:
     try:
         relay.raw_requestline = kvproxy.read_line(relay.rfile, kvproxy.HEAD_LIMIT)
         relay.parse_request()
-        for _, payload, _ in kvproxy.read_chunks(relay.rfile):
+        for _, payload in kvproxy.read_chunks(relay.rfile):
             body += payload
     except (kvproxy.Refused, kvproxy.BadMessage, EOFError) as refused:
         return (type(refused),)
