@@ -11186,7 +11186,7 @@ RELAY_SLOW = [  # what was asked before, what comes then, what is answered
 
 def test_relay_slow_heads_are_given_up(rig: MakeRig) -> None:
     """One that is begun is answered; a connection on which nothing came is just closed."""
-    made = rig(header_timeout=0.1)
+    made = rig(header_timeout=0.3)
     peers = []
     for first, data, _ in RELAY_SLOW:
         peers.append(made.connect())
@@ -11817,7 +11817,7 @@ def test_relay_cut_answer_looks_cut(rig: MakeRig, version: bytes, data: bytes, e
         else:
             relay_leave(link.sock, end)
 
-    made = rig(script, read_timeout=0.1)
+    made = rig(script, read_timeout=0.3 if end == "keep" else PATIENCE)
     peer = made.raw(
         RELAY_CHAT.replace(b"1.1", version)
         + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
