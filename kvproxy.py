@@ -22,8 +22,7 @@ begins with what the server has already read:
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections below stand in that order: Configuration, Dialects, Scrub, Lift, Replay, Explain,
-Relay, Server, Status, Commands. Scrub, lift, replay and explain touch no socket and no file.
+The sections stand in that order. Scrub, lift, replay and explain touch no socket and no file.
 
 To use it from a program (importing starts nothing and reads no environment):
 
@@ -37,11 +36,8 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    TOO_OLD = "kvproxy needs Python 3.10 or newer, not %d.%d. Try python3.12, or: uv run kvproxy.py"
-    sys.exit(TOO_OLD % sys.version_info[:2])
+    sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
 
-import argparse
-import array
 import bisect
 import codecs
 import collections
@@ -71,7 +67,6 @@ import signal
 import socket
 import socketserver
 import stat
-import statistics
 import struct
 import textwrap
 import threading
@@ -81,7 +76,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 try:
     import ssl
@@ -105,12 +100,9 @@ class ConfigError(ValueError):
     """A setting has a value that cannot be used; the message says which, and what is allowed."""
 
 
-def setting(default: Any, help: str, *span: float, **check: Any) -> Any:
-    """A Config field with its help; allowed is what lies within `span` or is among the `choices`,
-    or the `kind` says it (host, url, regex)."""
-    if span:
-        check["low"], check["high"] = span
-    return dataclasses.field(default=default, metadata={"help": help, **check})
+def setting(default: Any, help: str, *allowed: Any) -> Any:
+    """A Config field. `allowed`: some words, or the least and the largest number."""
+    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,26 +112,20 @@ class Config:
     Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
     not compile."""
 
-    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in", kind="host")
+    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
-    backend_url: str = setting(
-        "", "model server; unset: what answers on 127.0.0.1:8080, :9931 or :12345", kind="url"
-    )
+    backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
     scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
-    strip_message_ids: str = setting(
-        "system", "drop OpenClaw's ids; 1: from user texts, too", choices=("0", "1", "system")
-    )
-    strip_timestamps: str = setting(
-        "auto", "drop OpenClaw's time stamps; auto: only with REPLAY=0", choices=("auto", "0", "1")
-    )
+    strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
+    strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
-    strip_regex: tuple[str, ...] = setting((), "remove this from system and user", kind="regex")
+    strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
     system_first: bool = setting(True, "one system text in front; later ones become reminders")
     lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
     learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
-    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift", kind="regex")
+    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift")
     replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns", kind="regex")
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns")
     replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
     ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
     keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
@@ -155,17 +141,20 @@ class Config:
     max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
-    log_level: str = setting("info", "verbosity", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
     log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            _check(item, item.name.upper(), getattr(self, item.name))
+            value = getattr(self, item.name)
+            try:
+                object.__setattr__(self, item.name, _checked(item, value))
+            except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname or "", self.listen_host.lower()}
-        vague = hosts & {"localhost", "0.0.0.0", "::"}  # each stands for several addresses
-        here = vague and all(host in vague or is_loopback(host) for host in hosts)
+        here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
         if port == self.listen_port and (here or len(hosts) == 1):
             fault = "must not be kvproxy's own address; set LISTEN_PORT"
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
@@ -174,16 +163,11 @@ class Config:
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
         values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            for name in _variables(item, environ):
-                if not (text := environ[name].strip()):
-                    continue
-                if item.metadata.get("kind") == "regex":
-                    value: Any = (environ[name],)
-                    values[item.name] = values.get(item.name, ()) + value
-                else:
-                    value = values[item.name] = _convert(item, text)
-                _check(item, name, value, environ[name])
+        for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
+            item, text = setting_of(name), environ[name]
+            if item and text.strip():
+                pattern = item.default == ()
+                values[item.name] = (*values.get(item.name, ()), text) if pattern else text.strip()
         return cls(**values)
 
     @classmethod
@@ -193,22 +177,28 @@ class Config:
         for item in dataclasses.fields(cls):
             name, default, about = item.name.upper(), item.default, item.metadata["help"]
             if default == ():
-                rows.append((name, "", f"{about}; more: {name}_2, _3, ..."))
-            else:
-                rows.append((name, str(default) if type(default) is str else f"{default:g}", about))
+                default, about = "", f"{about}; more: {name}_2, _3, ..."
+            rows.append((name, default if type(default) is str else f"{default:g}", about))
         return rows
 
 
-def _variables(item: dataclasses.Field[Any], names: Iterable[str]) -> list[str]:
-    """Those names that are a setting's: NAME, and of a pattern NAME_2, NAME_3, ... in order."""
-    more = "(?:_[0-9]+)?" if item.metadata.get("kind") == "regex" else ""
-    found = [name for name in names if re.fullmatch(item.name.upper() + more, name)]
-    return sorted(found, key=lambda name: int(re.sub(r"\D", "", name) or 1))
+VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
+_NAME = r"[\w-]{1,63}(?:\.[\w-]{1,63})*\.?"
+_IPV6 = r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*(?:%\w+)?"
+IS_HOST = re.compile(rf"{_NAME}|{_IPV6}", re.ASCII)
+URL = re.compile(
+    rf"(https?://)?(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
+)
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
 
 
-def is_setting(name: str) -> bool:
-    """Whether an environment variable is one of kvproxy's."""
-    return any(_variables(item, [name]) for item in dataclasses.fields(Config))
+def setting_of(variable: str) -> dataclasses.Field[Any] | None:
+    """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
+    match = VARIABLE.fullmatch(variable)
+    item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
+    return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -217,70 +207,40 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
         close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not is_setting(variable):
+        if close and not setting_of(variable):
             yield variable, close[0]
 
 
-BARE_URL = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(?:/.*)?", re.ASCII)  # host:port
-_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
-_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
-_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
-
-
-def _convert(item: dataclasses.Field[Any], text: str) -> Any:
-    """A variable's text in the type of its setting; as it is, where that cannot be."""
-    if isinstance(item.default, bool):
-        return _WORDS.get(text.lower(), text)
-    if isinstance(item.default, (int, float)):
-        with contextlib.suppress(ValueError):
-            return type(item.default)(text)
-    if item.metadata.get("kind") == "url" and BARE_URL.fullmatch(text):
-        return "http://" + text
-    return text.lower() if "choices" in item.metadata else text
-
-
-def _check(item: dataclasses.Field[Any], name: str, value: Any, given: str | None = None) -> None:
-    """Raise ConfigError for a value that the setting does not allow, as it was `given`."""
-    if fault := _fault(item, value):
-        raise ConfigError(f"{name}={value if given is None else given!r}: {fault}")
-
-
-def _fault(item: dataclasses.Field[Any], value: Any) -> str:
-    """What is wrong with a setting's value, or nothing."""
-    wanted, check, kind = type(item.default), item.metadata, item.metadata.get("kind")
-    types = (int, float) if wanted is float else wanted
-    if value not in (0, 1) if wanted is bool else not isinstance(value, types):
-        return f"must be {_TYPES[wanted]}"
-    if "low" in check and not check["low"] <= value <= check["high"]:  # NaN fails both comparisons
-        return f"must be from {check['low']} to {check['high']}"
-    if "choices" in check and value not in check["choices"]:
-        return "must be one of " + ", ".join(check["choices"])
-    if kind == "host" and not _is_host(value):
-        return "must be an address or a host name"
-    if kind == "url" and value and not _is_url(value):
-        return "must be http://host[:port][/prefix] or https://..."
-    for pattern in value if kind == "regex" else ():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            return f"must be a Python regular expression: {error}"
-    return ""
-
-
-def _is_host(value: str) -> bool:
-    with contextlib.suppress(UnicodeError):  # 127.0.0..1: connecting to it would raise this
-        return bool(value.encode("idna")) and not re.search(r"[^\w.:%-]", value, re.ASCII)
-    return False
-
-
-def _is_url(value: str) -> bool:
+def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+    """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
+    kind: Any = type(item.default)
+    allowed = item.metadata["allowed"]
     try:
-        parts = urllib.parse.urlsplit(value)
-        named = parts.port != 0 and _is_host(parts.hostname or "")
-    except ValueError:  # a port that is no number, a bracket too few
-        return False
-    known = parts.scheme in ("http", "https") and "@" not in parts.netloc
-    return named and known and not re.search(r"[^!-~]|[?#]", value)
+        if kind is bool:
+            value = _WORDS[str(value).lower()]
+        elif kind in (int, float):
+            value = kind(str(value))
+        elif not isinstance(value, kind):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"must be {_TYPES[kind]}") from None
+    if kind is tuple:
+        for pattern in value:
+            re.compile(pattern)
+    elif kind is str and allowed:
+        value = value.lower()
+        if value not in allowed:
+            raise ValueError("must be one of " + ", ".join(allowed))
+    elif allowed and not allowed[0] <= value <= allowed[1]:  # NaN fails both comparisons
+        raise ValueError(f"must be from {allowed[0]} to {allowed[1]}")
+    elif item.name == "listen_host" and not IS_HOST.fullmatch(value):
+        raise ValueError("must be an address or a host name")
+    elif item.name == "backend_url" and value:
+        found = URL.fullmatch(value)
+        if not found or not any(found.groups()) or int(found[2] or 80) > 65535:
+            raise ValueError("must be http://host[:port][/prefix] or https://...")
+        value = value if found[1] else "http://" + value
+    return value
 
 
 # ==================================================================================================
@@ -289,8 +249,7 @@ def _is_url(value: str) -> bool:
 
 
 class Dialect(NamedTuple):
-    """Where a request's prompt is. `system` and `turns` name keys of the body; `text` is the type
-    of a new text part."""
+    """A request's shape: the body's keys for system text and turns, the type of a text part."""
 
     name: str
     system: str
@@ -308,14 +267,11 @@ DIALECTS = {
 }
 # count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
 DIALECT_PATH = re.compile(
-    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/count_tokens|/input_tokens)?/?",
-    re.ASCII,
+    r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
-UNSAID_PARTS = (
-    *TEXT_PARTS,
-    *("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"),
-)
+UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
+                "reasoning", "reasoning_text", "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= {"developer": "system", "function": "tool"}
 ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
@@ -338,30 +294,29 @@ class Slot(NamedTuple):
     def get(self) -> str:
         return self.holder[self.key]  # type: ignore[no-any-return]
 
-    def set(self, text: str) -> None:
-        self.holder[self.key] = text
-        self.turn.changed()
+    def set(self, text: Any) -> None:
+        """Replace it, and forget what was found out about the turn."""
+        self.holder[self.key], turn = text, self.turn
+        turn.raw = turn.scrubbed = turn.said = turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
-    for text beside it.
+    for text beside it. Requests share turns, with what was found out about them, so only an own()
+    copy may be edited."""
 
-    Roles: system (and developer), user, assistant, tool, reasoning, other. Requests that repeat a
-    turn share it, with what was found out about it, so only an own() copy may be changed."""
-
-    role: str
+    role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
     key: str
     item: Json | None
     raw: bytes | None = None  # the item as JSON
-    counts: list[tuple[str, int]] | None = None  # what the scrubber took out of it
+    scrubbed: tuple[bool, Turn | None, collections.Counter[str]] | None = None  # see Scrubber
     said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger: all that the server reads of it
 
     def own(self) -> Turn:
-        """A copy that may be changed."""
+        """A copy that may be edited."""
         if self.item is None:
             return self
         item = dict(self.item)
@@ -369,14 +324,9 @@ class Turn:
             item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
         return Turn(self.role, item, self.key, item)
 
-    def changed(self) -> None:
-        """Forget what was found out about it."""
-        self.raw = self.said = self.told = None
-
     def refit(self, content: Any) -> None:
         """Replace the content as a whole."""
-        self.holder[self.key] = content
-        self.changed()
+        Slot(self, self.holder, self.key).set(content)
 
     def json(self) -> bytes:
         """The item as JSON: as it came, if nobody changed it."""
@@ -385,8 +335,7 @@ class Turn:
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, in order; tool calls and tool results are
-        not among them."""
+        """The texts that a person or the client wrote, not tool calls and their results."""
         content = self.holder.get(self.key)
         if isinstance(content, str):
             return [Slot(self, self.holder, self.key)]
@@ -404,30 +353,21 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text that stands beside the list; `turns` are the
-    list's entries, which are only in `body` itself after store()."""
+    """A request body as turns. `head` is system text beside the list; `turns` are the list's
+    entries as they are now, `body` has them as they came."""
 
     body: Json
     dialect: Dialect
     head: list[Turn]
     turns: list[Turn]
 
-    def all(self) -> list[Turn]:
-        return self.head + self.turns
-
     def leading(self) -> int:
-        """How many turns at the start of the list are system or developer messages."""
-        others = (index for index, turn in enumerate(self.turns) if turn.role != "system")
-        return next(others, len(self.turns))
+        """How many turns at the start of the list are system messages."""
+        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
-
-    def store(self) -> None:
-        """Write `turns` back into the body."""
-        if not self.turns or self.turns[0].item is not None:
-            self.body[self.dialect.turns] = [turn.item for turn in self.turns]
 
     def replace(self, turn: Turn, new: Turn) -> Turn:
         """Put a changed turn in a turn's place."""
@@ -446,60 +386,53 @@ class View:
 
 def turn_of(item: Json) -> Turn:
     """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
-    tool results has the role tool."""
-    name = item["role"] if "role" in item else item.get("type")
+    tool results has the role tool. Raises Unreadable."""
+    name, parts = item["role"] if "role" in item else item.get("type"), listed(item.get("content"))
     role = ROLES.get(str(name), "other")  # str: a client may send what cannot be hashed
-    parts = listed(item.get("content")) if role == "user" else []
-    if parts and all(members(part).get("type") == "tool_result" for part in parts):
-        role = "tool"
+    check_limit("parts of a turn", len(parts))
+    if parts and role == "user":
+        results = all(members(part).get("type") == "tool_result" for part in parts)
+        role = "tool" if results else role
     key = "output" if "output" in item and "content" not in item else "content"
     return Turn(role, item, key, item)
 
 
-def view_of(body: Any, dialect: Dialect) -> View | None:
-    """The view of a parsed body; None when its shape is not the dialect's."""
-    if not isinstance(body, dict):
-        return None
-    head, items = [], body.get(dialect.turns)
+def view_of(body: Any, dialect: Dialect) -> View:
+    """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
+    body = members(body)
+    items, head = body.get(dialect.turns), []
     if dialect.system and body.get(dialect.system):
         head = [Turn("system", body, dialect.system, None)]
-        if not head[0].slots():
-            return None
-    if isinstance(items, str) and dialect.turns in ("input", "prompt"):
-        return View(body, dialect, head, [Turn("user", body, dialect.turns, None)])
-    if not isinstance(items, list):
-        return None
-    if dialect.turns == "prompt":
-        return View(body, dialect, head, [Turn("other", body, "prompt", None)])
-    if not all(isinstance(item, dict) for item in items):
-        return None
-    return View(body, dialect, head, [turn_of(item) for item in items])
+    if isinstance(items, str) and dialect.turns != "messages":
+        turns = [Turn("user", body, dialect.turns, None)]
+    elif isinstance(items, list) and dialect.turns == "prompt":
+        turns = [Turn("other", body, "prompt", None)]
+    elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
+        turns = [turn_of(item) for item in items]
+    else:
+        turns = None
+    if turns is None or not all(turn.slots() for turn in head):
+        raise Unreadable("unknown shape")
+    return View(body, dialect, head, turns)
 
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    if view.dialect.name != "responses":
-        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    items = [turn.item or {} for turn in view.turns]
-    return bool(stored) or any(item.get("type") == "item_reference" for item in items)
+    by_reference = any((turn.item or {}).get("type") == "item_reference" for turn in view.turns)
+    return view.dialect.name == "responses" and bool(stored or by_reference)
 
 
-def guess_dialect(body: Json) -> Dialect:
+def guess_dialect(body: Any) -> Dialect:
     """The dialect that a body is most likely in, when no path tells."""
-    if "input" in body:
-        return DIALECTS["responses"]
-    if "messages" not in body:
-        return DIALECTS["completions"]
-    return DIALECTS["messages" if "system" in body else "chat/completions"]
+    keys = members(body)
+    if "messages" in keys:
+        return DIALECTS["messages" if "system" in keys else "chat/completions"]
+    return DIALECTS["responses" if "input" in keys else "completions"]
 
 
 class Unreadable(ValueError):
     """The body is forwarded as it came; the message says why."""
-
-
-class TooMany(Unreadable):
-    """There is more of something than any agent sends."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -530,22 +463,18 @@ def parse(raw: bytes | bytearray | str) -> Json:
         raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
     try:
         body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
-    except UnicodeDecodeError:
-        raise Unreadable("not UTF-8") from None
-    except RecursionError:
-        raise Unreadable("nested too deeply") from None
     except Unreadable:
         raise
-    except ValueError as error:
-        raise Unreadable(f"not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deeply"}
+        raise Unreadable(why.get(type(error), f"not JSON ({error})")) from None
     if not isinstance(body, dict):
         raise Unreadable("not a JSON object")
     return body
 
 
 def dump(body: Any) -> bytes:
-    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates. Raises
-    RecursionError."""
+    """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -566,13 +495,11 @@ Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its conversation's history
-    again, so the same bytes need be parsed, scrubbed and written only once. Safe to use from many
-    threads."""
+    """Makes views of bodies, and remembers turns by their bytes: each request brings its
+    conversation's history again, which need be parsed only once. Safe to use from many threads."""
 
-    def __init__(self, scrubber: Scrubber | None, limit: int) -> None:
-        """`limit`: bytes that the turns may take."""
-        self.scrubber, self.limit = scrubber, limit
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # bytes that the turns may take
         self.forget()
 
     def forget(self) -> None:
@@ -585,16 +512,9 @@ class Reader:
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """Raises Unreadable."""
         if dialect.edited and len(raw) <= PARSE_LIMIT:
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 return self.split(raw, dialect)
-            except TooMany:
-                raise
-            except (ValueError, RecursionError):
-                pass
-        view = view_of(parse(raw), dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
-        return view
+        return view_of(parse(raw), dialect)
 
     def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
@@ -616,8 +536,6 @@ class Reader:
         if isinstance(body.get(dialect.system), list):  # its texts may be edited
             body[dialect.system] = copy.deepcopy(body[dialect.system])
         view = view_of(body, dialect)
-        if view is None:
-            raise Unreadable("unknown shape")
         view.turns = turns
         return view
 
@@ -665,17 +583,13 @@ class Reader:
             place += at - end
 
     def turn(self, item: Any, raw: bytes) -> Known:
-        """The turn with these bytes, and they. A new one is remembered, and scrubbed if it is a user's; what
-        is cut out of a system text depends on those before it."""
+        """The turn with these bytes, and they."""
         if not isinstance(item, dict):
             raise Unreadable("unknown shape")
         if known := self.known.get(raw):
             return known
-        turn = turn_of(item)
+        turn, size = turn_of(item), 1500 + 3 * len(raw)
         turn.raw = raw
-        if turn.role == "user" and self.scrubber is not None:
-            turn.counts = self.scrubber.edit(turn, True)
-        size = 1500 + 3 * len(raw)  # bytes, roughly
         if size <= self.limit:
             if self.size + size > self.limit:
                 self.forget()
@@ -701,12 +615,6 @@ class Report:
     items_modified: int = 0
     note: str = ""
 
-    def count(self, counts: list[tuple[str, int]]) -> bool:
-        """Add numbers to fields; whether there were any."""
-        for name, number in counts:
-            setattr(self, name, getattr(self, name) + number)
-        return bool(counts)
-
     def edits(self) -> int:
         about = ("items", "items_modified", "note")
         return sum(number for name, number in vars(self).items() if name not in about)
@@ -718,7 +626,7 @@ class Report:
 
 LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
     "turns": 8000,
-    "texts in a turn": 500,
+    "parts of a turn": 500,
     "tools": 2000,
     "decorations of a text": 256,
 }
@@ -727,7 +635,7 @@ LIMITS = {  # more of it than any agent sends: such a body is forwarded as it ca
 def check_limit(what: str, count: int) -> None:
     """Raise Unreadable if there are more than LIMITS allows."""
     if count > LIMITS[what]:
-        raise TooMany(f"too many {what}")
+        raise Unreadable(f"too many {what}")
 
 
 Span = tuple[int, int]  # from the first character to the one behind the last
@@ -791,12 +699,11 @@ TAIL_LINE = re.compile(
 
 
 class Lead(NamedTuple):
-    """A decoration at the start of a user text: text[start:end], with the newlines behind it.
-    `inner` is where its content begins."""
+    """A decoration at the start of a user text, with the newlines behind it."""
 
     kind: str
     start: int
-    inner: int
+    inner: int  # where its content begins
     end: int
 
 
@@ -819,162 +726,52 @@ def lead(text: str) -> list[Lead]:
     return found
 
 
-# --- JSON members, cut where they stand: the layout of what stays is kept -------------------------
+# --- ids, stamps, billing headers -----------------------------------------------------------------
 
-ID_KEYS = frozenset(
-    ["message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid"]
-)
-INBOUND_SCHEMA = re.compile(r'"schema"\s*:\s*"openclaw\.inbound_meta\.')
-INBOUND_ROOM = 4096  # characters of the object before its schema; clients write it first
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-# Any word passes for a value: it is enough to know where a value ends.
-JSON_TOKEN = re.compile(rf"[\s\w.,:+-]*({_STRING}|[{{}}\[\]])")
-JSON_VALUE = re.compile(rf"\s*:\s*(?:{_STRING}|(?=[{{\[])|[\w.+-]+)")
-MEMBER_END = re.compile(r"\s*(,\s*)?")
 
 
-def json_members(text: str, start: int, names: Iterable[str]) -> tuple[int, list[Span]]:
-    """Where the JSON object or array at text[start] ends (-1: none stands there), and its members
-    of those names, at any depth."""
-    quoted = {f'"{name}"' for name in names}
-    found: list[Span] = []
-    at, depth = start, 0
-    member, outside = -1, 0  # where a member with a value in brackets began, and how deep it stands
-    while token := JSON_TOKEN.match(text, at):
-        word, at = token[1], token.end()
-        if word in "{[":
-            depth += 1
-        elif not depth:
-            break
-        elif word in "}]":
-            depth -= 1
-            if member >= 0 and depth == outside:
-                found.append((member, at))
-                member = -1
-            if not depth:
-                return at, found
-        elif member < 0 and word in quoted and (value := JSON_VALUE.match(text, at)):
-            at = value.end()
-            if text.startswith(("{", "["), at):
-                member, outside = token.start(1), depth
-            else:
-                found.append((token.start(1), at))
-    return -1, []
+def member(name: str) -> re.Pattern[str]:
+    """A member of a JSON object; its value is plain, or an object of plain values."""
+    values = rf'{_STRING}|[\w.+-]+|\{{(?:[^{{}}"]*{_STRING})*[^{{}}"]*\}}'
+    return re.compile(rf'(?<!\\)"(?:{name})"\s*:\s*(?:{values})')
 
 
-def with_commas(text: str, members: list[Span]) -> list[Span]:
-    """What has to go with these members of a JSON value, so that no comma dangles."""
-    spans: list[Span] = []
-    for start, end in members:
-        behind = MEMBER_END.match(text, end)
-        assert behind is not None  # it matches nothing, too
-        if behind[1]:
-            spans.append((start, behind.end()))
-            continue
-        # the last one of its object: the comma before it goes
-        while spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        while text[start - 1] in " \t\r\n,":
-            start -= 1
-        spans.append((start, behind.end() if text[start - 1] == "{" else end))
-    return spans
-
-
-def inbound_objects(text: str) -> Iterator[int]:
-    """Where OpenClaw's inbound objects begin in a system prompt; clients write one."""
-    for mark in itertools.islice(INBOUND_SCHEMA.finditer(text), 4):
-        start = mark.start()
-        room = max(0, start - INBOUND_ROOM)
-        for _ in range(16):
-            start = text.rfind("{", room, start)
-            if start < 0:
-                break
-            line = max(room, text.rfind("\n", room, start))
-            quotes = text.count('"', line, start) - text.count('\\"', line, start)
-            if quotes % 2 == 0 and json_members(text, start, ())[0] > mark.start():
-                yield start  # no string holds this bracket
-                break
-
-
-# --- the rules: a text and the decorations at its start in, what has to go out --------------------
-
-Cuts = tuple[list[Span], int]  # what goes, and how many things that are
-
-
-def cut_inbound(text: str, _: list[Lead]) -> Cuts:
-    """The ids in OpenClaw's inbound object in a system prompt; not who speaks and the flags, which
-    are lifted."""
-    found = []
-    for start in inbound_objects(text):
-        found += json_members(text, start, ID_KEYS)[1]
-    return with_commas(text, found), len(found)
-
-
-def cut_block_ids(text: str, leads: list[Lead]) -> Cuts:
-    """The ids in the labelled JSON blocks at the start of a user text; not in other JSON, in
-    running text, or in lines with an id, which clients store with the message."""
-    cut = []
-    for block in leads:
-        if block.kind == "block":
-            end, found = json_members(text, block.inner, ID_KEYS)
-            cut += found if text.startswith("\n```", end) and end < block.end else []
-    return with_commas(text, cut), len(cut)
-
-
-STAMP = re.compile(_STAMP)
-
-
-def cut_stamp(text: str, leads: list[Lead]) -> Cuts:
-    """The time stamp at the start of a user text, or after OpenClaw's blocks; not the first one of
-    a log."""
-    for one in leads:
-        if one.kind == "stamp":
-            line = text.find("\n", one.inner) + 1
-            log = STAMP.match(text, one.inner) or (line and STAMP.match(text, line))
-            return ([], 0) if log else ([(one.start, one.inner)], 1)
-    return [], 0
-
-
+IDS = member("(?:message|reply_to)_id(?:_full)?|message_sid")
+COMMA = re.compile(r"\s*,\s*")
+INBOUND = re.compile(r'```(?:json)?\n\{[^{}`]*"schema"\s*:\s*"openclaw\.inbound_meta\.[^`]*')
+LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
 BILLING = re.compile(
     r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
 )
-
-
-def cut_billing(text: str, _: list[Lead]) -> Cuts:
-    """Claude Code's attribution, at the very start."""
-    match = BILLING.match(text)
-    return ([match.span()], 1) if match else ([], 0)
-
-
-class Rule(NamedTuple):
-    """Texts of `role` (only the first system text, if `first`) that hold one of `markers` lose what
-    `cuts` finds; `counter` is the field of Report for it."""
-
-    role: str
-    first: bool
-    cuts: Callable[[str, list[Lead]], Cuts]
-    counter: str
-    markers: Iterable[str]
-
-
-ATTRIBUTIONS = ("x-anthropic-billing-header:", "[Anthropic] Claude Code v")
-BILLING_RULE = Rule("system", True, cut_billing, "billing_removed", ATTRIBUTIONS)
-INBOUND_RULE = Rule("system", False, cut_inbound, "msg_ids_removed", ["openclaw.inbound_meta."])
-BLOCK_RULE = Rule("user", True, cut_block_ids, "msg_ids_removed", ID_KEYS)
-STAMP_RULE = Rule("user", True, cut_stamp, "ts_removed", (" 202", " 203"))  # OpenClaw's requests
-OPENCLAW = re.compile(
-    r'"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b",
-    re.MULTILINE,
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
 )
 
 
-def from_openclaw(view: View) -> bool:
-    """Whether the system prompt has, or a user text begins with, what only OpenClaw writes."""
-    if any(OPENCLAW.search(slot.get()) for turn in view.system() for slot in turn.slots()):
-        return True
-    texts = [slot.get() for turn in view.turns if turn.role == "user" for slot in turn.slots()]
-    return any(one.kind in ("block", "runtime", "internal") for text in texts for one in lead(text))
+def member_spans(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
+    """Where such members stand; each with a comma, so that none dangles when they are cut."""
+    spans: list[Span] = []
+    for found in pattern.finditer(text, start, end):
+        begin, stop = found.span()
+        if comma := COMMA.match(text, stop):
+            stop = comma.end()
+        else:  # the one that is the last then loses its comma
+            for before in reversed(spans):
+                if before[1] != begin:
+                    break
+                begin = before[0]
+            while text[begin - 1] in " \t\r\n,":
+                begin -= 1
+        spans.append((begin, stop))
+    return spans
+
+
+def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
+    """Members of OpenClaw's inbound object in a system prompt."""
+    blocks = INBOUND.finditer(text)
+    return [span for block in blocks for span in member_spans(text, pattern, *block.span())]
 
 
 class Scrubber:
@@ -982,88 +779,64 @@ class Scrubber:
 
     def __init__(self, config: Config) -> None:
         ids, stamps = config.strip_message_ids, config.strip_timestamps
-        switched = (
-            (BILLING_RULE, config.strip_billing),
-            (INBOUND_RULE, ids != "0"),
-            (BLOCK_RULE, ids == "1"),
-        )
-        self.rules = [rule for rule, on in switched if on]
+        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
-        self.ids = ID_KEYS if ids == "1" else frozenset()
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Run the table over a view, in place. Raises Unreadable for a body beyond LIMITS."""
+        """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
-        seen_system = False
-        for at, turn in enumerate(view.all(), -len(view.head)):
-            if turn.said is None:  # else it was checked in an earlier request
-                check_limit("texts in a turn", len(listed(turn.holder.get(turn.key))))
-            if turn.role not in ("system", "user"):
-                continue
-            counts = turn.counts
-            if counts is None:
-                turn = turn.own()
-                turn.counts = counts = self.edit(turn, not seen_system)
-            if counts and at >= 0:
-                view.turns[at] = turn
-            seen_system = seen_system or (turn.role == "system" and bool(turn.slots()))
-            report.items_modified += report.count(counts)
-        if self.stamps and from_openclaw(view):
-            self.drop_stamps(view, report)
-        if report.billing_removed:
-            first = next(turn for turn in view.all() if turn.role == "system" and turn.slots())
-            drop_empty(view, first)
+        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
+        view.head = [self.edit(turn, stamps, report) for turn in view.head]
+        view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
+        for turn in view.system() if report.billing_removed else ():
+            drop_empty(view, turn)
 
-    def edit(self, turn: Turn, first: bool) -> list[tuple[str, int]]:
-        """Edit a turn, in place; what to count. `first`: no other system text stands before this
-        one."""
-        counts = self.edit_texts(turn, first, self.rules)
-        for slot in turn.slots() if self.patterns else ():
+    def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
+        """A turn without what the rules take out; remembered with the turn."""
+        if turn.role not in ("system", "user"):
+            return turn
+        if turn.scrubbed is None or turn.scrubbed[0] != stamps:
+            turn.scrubbed = (stamps, *self.strip(turn, stamps))
+        _, edited, counts = turn.scrubbed
+        for name, number in counts.items():
+            setattr(report, name, getattr(report, name) + number)
+        report.items_modified += bool(counts)
+        return edited or turn
+
+    def strip(self, turn: Turn, stamps: bool) -> tuple[Turn | None, collections.Counter[str]]:
+        """Run the rules over a turn; a text beside the list is edited in place."""
+        edited, counts = turn.own(), collections.Counter[str]()
+        begun = False  # the person's words: what follows them was pasted or attached
+        for slot in edited.slots():
+            text = slot.get()
+            ids: list[Span] = []
+            others: list[Span] = []
+            if turn.role == "system":
+                ids = inbound_members(text, IDS) if self.system_ids else []
+                if self.billing and (header := BILLING.match(text)):
+                    others = [header.span()]
+                    counts["billing_removed"] += 1
+            elif not begun:
+                leads = lead(text)
+                for one in leads:
+                    if one.kind == "block" and self.user_ids:
+                        ids += member_spans(text, IDS, one.inner, one.end)
+                    elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
+                        others = [(one.start, one.inner)]
+                        counts["ts_removed"] += 1
+                begun = bool(text[leads[-1].end if leads else 0 :].strip())
+            counts["msg_ids_removed"] += len(ids)
+            left = without(text, ids + others)
             for pattern in self.patterns:
-                text = slot.get()
-                if removed := sum(bool(match.group()) for match in pattern.finditer(text)):
-                    slot.set(pattern.sub("", text))
-                    counts.append(("regex_removed", removed))
-        if turn.item is not None and "role" in turn.item:
-            for key in self.ids & turn.item.keys():  # beside the role, never in what it holds
-                del turn.item[key]
-                turn.changed()
-                counts.append(("msg_ids_removed", 1))
-        return counts
-
-    def edit_texts(self, turn: Turn, first: bool, rules: list[Rule]) -> list[tuple[str, int]]:
-        """Run some rules over a turn's texts, in place; what to count."""
-        counts = []
-        user = turn.role == "user"
-        rules = [rule for rule in rules if rule.role == turn.role]
-        for slot in turn.slots() if rules else ():
-            text, spans = slot.get(), []
-            due = [rule for rule in rules if first or user or not rule.first]
-            due = [rule for rule in due if any(marker in text for marker in rule.markers)]
-            leads = lead(text) if user else []
-            for rule in due:
-                found, removed = rule.cuts(text, leads)
-                if removed:
-                    spans += found
-                    counts.append((rule.counter, removed))
-            if spans:
-                slot.set(without(text, spans))
-            first = False
-            if user and text[leads[-1].end if leads else 0 :].strip():
-                break  # what follows the person's words was pasted or attached
-        return counts
-
-    def drop_stamps(self, view: View, report: Report) -> None:
-        for at, turn in enumerate(view.turns):
-            if turn.role == "user":
-                changed = turn.own()
-                if counts := self.edit_texts(changed, True, [STAMP_RULE]):
-                    view.turns[at] = changed
-                    report.count(counts)
-                    report.items_modified += not turn.counts
+                whole, left = left, pattern.sub("", left)
+                counts["regex_removed"] += left != whole
+            if left != text:
+                slot.set(left)
+        counts = +counts
+        return (edited if counts and edited is not turn else None), counts
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -1078,9 +851,7 @@ def drop_empty(view: View, turn: Turn) -> None:
     nothing else is in it."""
     content = turn.holder.get(turn.key)
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    empty = [isinstance(text, str) and not text.strip() for text in texts]
-    kept = [part for part, gone in zip(parts, empty, strict=True) if not gone]
+    kept = [part for part in parts if str(members(part).get("text", part)).strip()]
     if len(kept) == len(parts):
         return
     if kept:
@@ -1118,117 +889,90 @@ def system_first(
     Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
     the beginning"). So leading ones are merged, and so is the first one before any answer if it is
     known to stay: at the front every conversation shares it. Later ones become reminders in the
-    user turns beside them; so do short leading ones behind a long prompt, because what is said for
-    one turn may not change the front. Messages with a name are examples and stay as they are.
-    """
+    user turns beside them, or behind the results that they stand in front of; so do short leading
+    ones behind a long prompt, because what is said for one turn may not change the front. Messages
+    with a name are examples and stay as they are."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    if any((turn.item or {}).get("name") for turn in systems):
-        return
-    if not all(turn.slots() for turn in view.head + systems) or any(
-        beside_texts(turn)[0] for turn in systems
-    ):
-        return  # a system message without text, or with more than text: an unknown shape
-    leading, started, cares = view.leading(), bool(view.head), pays(view)
-    front: list[Turn] = []  # what is merged
-    turns: list[Turn] = []
-    early = True  # no answer, and no system message behind the leading ones, came yet
-    for at, turn in enumerate(view.turns):
-        early = early and turn.role not in ("assistant", "tool")
-        merged = False
-        if early and turn.role == "system":
-            text = turn.text()
-            long, known = len(text) >= LONG_PROMPT, KNOWN_TO_STAY.match(text) is not None
-            if at < leading:
-                merged = long or known or not cares or not (started or front)
+    named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
+    if named or not all(turn.slots() for turn in view.head + systems):
+        return  # examples, or an unknown shape
+    front, kept, waiting = list(view.head), list[Turn](), list[Turn]()
+    leading = early = True  # no other message, and neither answer nor later system message came
+    cares = pays(view)
+    for turn in [*view.turns, None]:
+        role = turn.role if turn is not None else ""
+        if turn is not None and role == "system":
+            long, known = len(turn.text()) >= LONG_PROMPT, KNOWN_TO_STAY.match(turn.text())
+            if leading:
+                stay = known or long or not cares or not front
             else:
-                merged = known or (long and stays(turn))
+                stay = early and (known or (long and stays(turn)))
                 early = False
-        (front if merged else turns).append(turn)
-    report.system_moved += len(front) - (leading > 0 and not started)  # a first one stays there
-    if front and not started:
-        base = front.pop(0).own()
-        if view.dialect.system and not leading:
-            view.body[view.dialect.system] = base.text()
-            view.head.append(Turn("system", view.body, view.dialect.system, None))
-        else:
-            turns.insert(0, base)
-    if front:
-        last = (view.head or turns)[0].slots()[-1]
-        last.set("\n\n".join([last.get(), *(turn.text() for turn in front)]))
-    view.turns = fold_systems(view, turns, report)
-
-
-def fold_systems(view: View, turns: list[Turn], report: Report) -> list[Turn]:
-    """Turns with each system message behind the first turn as a reminder: in front of the user turn
-    that follows, else at the end of the one before, else as a message of its own; and behind the
-    results, where it stands between calls and their results."""
-    kept: list[Turn] = []
-    waiting: list[str] = []
-    form: Json = {}  # of a message that is written anew
-    for index, turn in enumerate([*turns, None]):
-        if turn is not None and turn.role == "system" and (index or view.head):
-            waiting.append(reminder(turn.text()))
-            form = {"type": "message"} if turn.item and "type" in turn.item else {}
-            report.system_moved += 1
+            (front if stay else waiting).append(turn)
             continue
-        results = turn is not None and turn.role == "tool"
-        if waiting and not (results and kept and kept[-1].role in ("assistant", "tool")):
-            text = "\n\n".join(waiting)
-            if turn is not None and turn.role == "user" and turn.slots():
-                turn = turn.own()
-                slot = turn.slots()[0]
-                slot.set(text + "\n\n" + slot.get())
-            elif kept and (before := with_text(view, kept[-1], text)):
-                kept[-1] = before
-            else:
-                kept.append(turn_of({**form, "role": "user", "content": text}))
+        leading, early = False, early and role not in ("assistant", "tool")
+        if waiting and not (role == "tool" and kept and kept[-1].role in ("assistant", "tool")):
+            report.system_moved += len(waiting)
+            turn = remind(view, waiting, kept, turn)
             waiting = []
         if turn is not None:
             kept.append(turn)
-    return kept
+    report.system_moved += len(front) - (1 if view.turns[0] in systems else len(view.head))
+    if front and not view.head:
+        first = front[0].own()
+        if view.dialect.system and view.turns[0] not in systems:
+            view.body[view.dialect.system] = first.text()
+            view.head.append(Turn("system", view.body, view.dialect.system, None))
+        else:
+            kept.insert(0, first)
+    if front[1:]:
+        last = (view.head or kept)[0].slots()[-1]
+        last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
+    view.turns = kept
 
 
-def with_text(view: View, turn: Turn, text: str) -> Turn | None:
-    """A user message with a text at its end; None where that cannot be."""
-    if turn.item is None or turn.item.get("role") != "user":
-        return None
-    turn = turn.own()
-    content = turn.holder.get(turn.key)
-    if isinstance(content, str):
-        turn.refit(content + "\n\n" + text if content else text)
-    elif isinstance(content, list):
-        content.append({"type": view.dialect.text, "text": text})
+def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None) -> Turn | None:
+    """Say what system messages say in the user turn behind them, which is returned; else at the end
+    of the one before, else in a message of its own."""
+    text = "\n\n".join([reminder(one.text()) for one in systems])
+    if turn is not None and turn.role == "user" and turn.slots():
+        turn = turn.own()
+        slot = turn.slots()[0]
+        slot.set(text + "\n\n" + slot.get())
+        return turn
+    item = dict(before[-1].item or {}) if before else {}
+    content = item.get("content") if item.get("role") == "user" else None
+    if isinstance(content, list):
+        item["content"] = [*content, {"type": view.dialect.text, "text": text}]
+        before[-1] = turn_of(item)
+    elif isinstance(content, str):
+        item["content"] = f"{content}\n\n{text}" if content else text
+        before[-1] = turn_of(item)
     else:
-        return None
-    return turn_of(turn.holder)
+        before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
+    return turn
 
 
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed; `payload` itself is not changed.
-
-    `dialect` is chat, responses, messages or completions; without it the body's shape decides. This
-    is the stateless half of kvproxy (rules and SYSTEM_FIRST). A body of unknown shape comes back
-    equal, with `report.note` set."""
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
+    and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
+    is chat, responses, messages or completions; without it the body's shape decides."""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
-    if not isinstance(payload, dict):
-        return payload, Report(note="unknown shape")
     try:
         body = copy.deepcopy(payload)
         view = view_of(body, named[dialect] if dialect else guess_dialect(body))
-        if view is None:
-            raise Unreadable("unknown shape")
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
                 system_first(view, report)
-            view.store()
+            body = json.loads(view.dump())
     except RecursionError:
         return payload, Report(note="nested too deeply")
     except Unreadable as error:
@@ -1297,11 +1041,11 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
 
 def inbound_member(name: str) -> Lift:
     """A row for a member of OpenClaw's inbound object."""
+    pattern = member(name)
 
     def find(text: str) -> Iterator[Piece]:
-        for start in inbound_objects(text):
-            for found in json_members(text, start, (name,))[1]:
-                yield (with_commas(text, [found]), text[slice(*found)])
+        for span in inbound_members(text, pattern):
+            yield ([span], text[slice(*span)].strip(" \t\r\n,"))
 
     return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
 
@@ -1712,7 +1456,8 @@ class Lifter:
             return cut
         if rows is not self.learner.rows:
             cut = [self.cut(text, self.learner.rows) for text in texts]
-        if any([self.learner.read(text, rest) for text, (rest, _) in zip(texts, cut, strict=True)]):
+        news = [self.learner.read(text, one[0]) for text, one in zip(texts, cut, strict=True)]
+        if any(news):
             cut = [self.cut(text, self.learner.rows) for text in texts]
         left = hash(tuple([rest for rest, _ in cut]))
         remember(self.begun, conversation, (self.learner.rows, left))
@@ -3024,7 +2769,7 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of one answer, in tokens and ms; None (never 0) where it did not."""
+    """What the server reported of an answer, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -3049,36 +2794,35 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
-USAGE_MEMBERS = re.compile(r'"(?:usage|timings|tokens_evaluated)"')
-USAGE_TRIES = 8  # events with numbers at each end of a window: they are running totals
-value_at = json.JSONDecoder().raw_decode
+USAGE_NAMES = ("usage", "timings", "tokens_evaluated")
+USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_texts(first: bytes, last: bytes) -> list[list[str]]:
-    """The JSON texts in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Where bytes are missing in between, texts are cut off."""
+def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
+    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
+    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
-    windows = [window.decode("utf-8", "replace") for window in (first, last) if window]
-    if not streamed:
-        return [[window] for window in windows]
-    return [[line.removeprefix("data:") for line in one.split("\n")] for one in windows]
+    windows = []
+    for window in filter(None, (first, last)):
+        text, events = window.decode("utf-8", "replace"), list[Json]()
+        for one in text.split("\n") if streamed else [text]:
+            tails = list(USAGE_MEMBER.finditer(one))[-2:] if window is (last or first) else []
+            with contextlib.suppress(ValueError, RecursionError):
+                try:
+                    events.append(members(json.loads(one.removeprefix("data:"))))
+                except ValueError:
+                    decode = json.JSONDecoder().raw_decode
+                    events.append({tail[1]: decode(one, tail.end())[0] for tail in tails})
+        windows.append(events)
+    return windows
 
 
 def usage_of(first: bytes, last: bytes = b"") -> Usage:
     """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
     found: Json = {}
-    windows = answer_texts(first, last)
-    for window in windows:
-        texts = [text for text in window if USAGE_MEMBERS.search(text)]
-        for text in texts[:USAGE_TRIES] + texts[USAGE_TRIES:][-USAGE_TRIES:]:
-            with contextlib.suppress(ValueError, RecursionError):
-                try:
-                    event = members(json.loads(text))
-                except ValueError:
-                    event = last_members(text) if window is windows[-1] else {}
-                for part in map(members, (event, event.get("response"), event.get("message"))):
-                    named = {key: part.get(key) for key in ("usage", "timings")}
-                    read_numbers(found, named | (part if "tokens_evaluated" in part else {}))
+    for event in itertools.chain(*answer_events(first, last)):
+        for part in map(members, (event, event.get("response"), event.get("message"))):
+            read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -3091,18 +2835,6 @@ def usage_of(first: bytes, last: bytes = b"") -> Usage:
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
-
-
-def last_members(text: str) -> Json:
-    """The members at the end of an answer, or of an event, whose beginning was cut off. What stands
-    in a list, or deeper than in the one object of an event, was written by the model."""
-    for match in list(USAGE_MEMBERS.finditer(text))[-USAGE_TRIES:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            tail = text[match.start() :]
-            inner, end = value_at("{" + tail)
-            rest = tail[end - 1 :].strip()
-            return {**members(json.loads('{"":0' + rest) if rest else {}), **inner}
-    return {}
 
 
 def read_numbers(found: Json, numbers: Json) -> None:
@@ -3126,24 +2858,16 @@ ANSWER_KEYS = {
 
 def heard_answer(first: bytes, last: bytes) -> Heard:
     """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    windows: list[tuple[str, set[str]]] = []
-    for window in answer_texts(first, last):
-        said: list[tuple[str, str]] = []
-        for text in window:
-            with contextlib.suppress(ValueError, RecursionError):  # [DONE], or a text cut off
-                said += answer_parts(json.loads(text))
-        calls = {plain(call) for _, call in said if call}
-        windows.append(("".join(text for text, _ in said), calls - {""}))
-    if not windows:
+    said = [list(answer_parts(events)) for events in answer_events(first, last)]
+    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+    calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
+    if not calls and not any(windows):
         return UNREAD
-    (opening, calls), (closing, more) = windows[0], windows[-1]
-    heard = Heard(letters(opening), letters(closing), frozenset(calls | more), len(windows) == 1)
-    return heard if any(heard[:3]) else UNREAD
+    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in an answer, streamed or whole, in any dialect; `key` is what
-    leads to `value`."""
+    """(text, tool call id) pieces in an answer of any dialect; `key` is what leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -3166,51 +2890,8 @@ def listed(value: Any) -> list[Any]:
 
 # --- a prompt as text -----------------------------------------------------------------------------
 
-# What of a prompt is looked at, so that no body makes the search for a change long.
-SEGMENTS = 4096  # of a prompt; those behind count as one
-COMPARED = 65536  # characters of two texts whose likeness is judged
-LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
-COMPARED_PROMPTS = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
-CURE_LINES = 4  # of a system prompt that one cure covers
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-
-
-def segments_of(view: View) -> list[tuple[str, str]]:
-    """The pieces of a prompt as the server reads them, (name for people, text): system, tools,
-    turns; without reasoning, which clients and chat templates drop at will."""
-    found = [("system", turn.text()) for turn in view.system()]
-    for tool in listed(view.body.get("tools")):
-        found.append((f"tool {tool_name(tool)}", json.dumps(bare(tool) if members(tool) else tool)))
-    turns = [turn for turn in view.turns[view.leading() :] if turn.role != "reasoning"]
-    for number, turn in enumerate(turns, 1):
-        role = "prompt" if view.dialect.turns == "prompt" else turn.role
-        if turn.told is None:
-            turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
-        found.append((f"turn {number} ({role})", turn.told))
-    if rest := found[SEGMENTS:]:
-        name, text = found[SEGMENTS - 1]
-        text = "\n".join([text, *(text for _, text in rest)])
-        found[SEGMENTS - 1 :] = [(name + " and later", text)]
-    return found
-
-
-def reasoning_of(view: View) -> set[int]:
-    """The numbers, as in segments_of(), of the turns with which the client sends reasoning."""
-    found, number = set(), 1
-    for turn in view.turns[view.leading() :]:
-        item = turn.item or {}
-        kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
-        thinks = item.get("reasoning_content") or not kinds.isdisjoint(REASONING_PARTS)
-        if thinks or turn.role == "reasoning":
-            found.add(number)
-        number += turn.role != "reasoning"
-    return found
-
-
+REASONING_PARTS = {"thinking", "redacted_thinking", "reasoning", "reasoning_text"}
 # What of an item, part, call or result the server reads, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -3245,73 +2926,94 @@ def tool_name(tool: Any) -> str:
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
 
+Segment = tuple[str, str]  # its name for people, and its text
+
+
 class Prompt:
-    """A prompt as it was forwarded, segment by segment: names and texts.
+    """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
+    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
+    the turns with which it was sent.
 
-    `chain` has hashes of all up to each segment, `turns` the same for the turns alone, without what
-    stands before them. `first` is the place of the first turn, and `head` a hash of all before it.
-    `tokens` and `number` are known once the request is finished."""
+    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
+    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
+    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
+    finished."""
 
-    __slots__ = ("chain", "conversation", "first", "head", "names", "number", "reasoning", "side",
-                 "step", "texts", "time", "tokens", "turns")  # fmt: skip
+    SEGMENTS = 4096  # those behind are not looked at
 
     def __init__(
         self,
         view: View,
-        conversation: str = "",
+        talk: str = "",
         headers: Mapping[str, str] | None = None,
         now: float = 0.0,
+        sent: Prompt | None = None,
     ) -> None:
-        """`headers`: of the request, their names in lower case; `now`: on any clock."""
-        self.conversation, self.time = conversation, now
-        self.side, self.step = side_of(view.body, headers or {}, view), step_of(view)
-        self.reasoning, segments = reasoning_of(view), segments_of(view)
-        self.names = [name for name, _ in segments]
-        self.texts = [text for _, text in segments]
-        self.first = sum(not name.startswith("turn ") for name in self.names)
-        self.chain, self.turns = links(segments), links(segments[self.first :])
+        """`talk` names the conversation; `headers`: of the request, their names in lower case;
+        `now`: on any clock."""
+        self.conversation, self.time, self.side = talk, now, side_of(view, headers or {})
+        self.segments = [("system", turn.text()) for turn in view.system()]
+        for tool in listed(view.body.get("tools")):
+            text = json.dumps(bare(tool) if members(tool) else tool)
+            self.segments.append((f"tool {tool_name(tool)}", text))
+        self.first, number = min(len(self.segments), self.SEGMENTS), 1
+        self.reasoning = set[int]()
+        turns = view.turns[view.leading() :]
+        for turn in turns[: self.SEGMENTS]:
+            item = turn.item or {}
+            kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+            reasons = turn.role == "reasoning"
+            if reasons or item.get("reasoning_content") or kinds & REASONING_PARTS:
+                self.reasoning.add(number)
+            if reasons:
+                continue
+            if turn.told is None:
+                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+            role = "prompt" if view.dialect.turns == "prompt" else turn.role
+            self.segments.append((f"turn {number} ({role})", turn.told))
+            number += 1
+        del self.segments[self.SEGMENTS :]
+        self.system = "\n".join(text for name, text in self.segments if name == "system")
+        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
+        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
-        self.tokens: int | None = None
-        self.number = 0
+        self.size = sum(len(text) for _, text in self.segments)  # in characters
+        # In bytes: PEP 393, with one emoji four for each character of a text.
+        self.memory = sum(370 + sys.getsizeof(text) for _, text in self.segments)
+        self.memory += sent.memory if sent is not None else 0
+        self.sent, self.tokens = sent, cast("int | None", None)
+        self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
+        if view.dialect.edited and turns:
+            later = "tool step" if turns[-1].role == "tool" else "user turn"
+            self.step = self.side or (later if self.answered(0) else "first prompt")
 
-    def length(self, depth: int | None = None) -> int:
-        """Characters, of the first `depth` segments or of all."""
-        return sum(map(len, self.texts[:depth]))
-
-    def tools(self) -> list[str]:
-        return [name[5:] for name in self.names if name.startswith("tool ")]
-
-    def system(self) -> str:
-        return "\n".join(self.texts[: self.first - len(self.tools())])
-
-    def opening(self) -> str:
-        """The first turn's text."""
-        return self.texts[self.first] if self.turns else ""
+    def at(self, place: int) -> Segment:
+        """The segment at a place; an empty one behind the last."""
+        return self.segments[place] if place < len(self.segments) else ("", "")
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name in self.names[self.first + depth :])
+        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
+
+    def has_turns_of(self, base: Prompt) -> bool:
+        """Whether its turns begin with all turns of another prompt."""
+        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
+        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
+        return raw or self.turns[: len(base.turns)] == base.turns
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
-        depth = common_prefix(self.chain, base.chain)
-        if depth == len(base.chain):
-            return True
-        last = base.names[depth]
-        open_end = last.endswith(("(prompt)", "and later")) and depth == len(base.chain) - 1
-        same = self.names[depth : depth + 1] == [last]
-        return open_end and same and self.texts[depth].startswith(base.texts[depth])
+        return self.head == base.head and self.has_turns_of(base)
 
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
         depth = common_prefix(self.chain, other.chain)
-        known = self.length(depth)
-        if self.names[depth : depth + 1] == other.names[depth : depth + 1] != []:
-            known += common_prefix(self.texts[depth], other.texts[depth])
-        return known
+        (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
+        more = common_prefix(text, other_text) if name == other_name else 0
+        return sum(len(text) for _, text in self.segments[:depth]) + more
 
 
-def links(segments: list[tuple[str, str]]) -> list[int]:
+def links(segments: list[Segment]) -> list[int]:
     """For each segment a hash of all up to it."""
     chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
     return list(chained)[1:]
@@ -3326,18 +3028,14 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return low
 
 
-def common_suffix(a: str, b: str) -> int:
-    return common_prefix(a[::-1], b[::-1])
-
-
 def alike(a: str, b: str) -> bool:
     """Whether two texts are versions of one: half of the longer one is common at the start and the
     end, or in lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
-    a, b = a[:COMPARED], b[:COMPARED]
+    a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_suffix(a[prefix:], b[prefix:]) > wanted:
+    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
     lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
     return sum(len(line) * count for line, count in lines.items()) > wanted
@@ -3356,18 +3054,13 @@ VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What the texts look like where they part: one of KINDS, removed, added or text."""
-    if at >= len(after.rstrip()):
-        return "removed"
-    if at >= len(before.rstrip()):
-        return "added"
+    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
+        return "removed" if at >= len(after.rstrip()) else "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS:
-        words = []
-        for text in (before, after):
-            hits = re.finditer(pattern, text[start : at + 80])
-            there = (hit[0] for hit in hits if hit.start() <= at - start <= hit.end())
-            words.append(next(there, ""))
-        if all(words) and not (name == "hash" and "".join(words).isdigit()):
+        hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
+        there = [[hit[0] for hit in one if hit.start() <= at - start <= hit.end()] for one in hits]
+        if all(there) and not (name == "hash" and "".join(one[0] for one in there).isdigit()):
             return name
     return "text"
 
@@ -3381,6 +3074,9 @@ def around(text: str, at: int) -> str:
 
 # --- verdicts -------------------------------------------------------------------------------------
 
+LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
+COMPARED = 32  # the newest of a conversation, or of all
+LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
@@ -3389,10 +3085,6 @@ VERDICTS = {
     "lost": "the client did its part, but the server had forgotten it",
     "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
-}
-RETURNS = {  # kinds of a new branch that goes on from a prompt that is not the newest
-    "regenerated": "an older prompt again (regenerated)",
-    "edited": "goes on from an older prompt than the newest one (edited, or another branch)",
 }
 
 
@@ -3419,13 +3111,12 @@ class Verdict:
 
     def title(self) -> str:
         """The name, and what kind of request it is about."""
-        note = self.side or self.step
-        return self.name + (f" ({note})" if note else "")
+        return self.name + (f" ({self.step})" if self.step else "")
 
     def line(self) -> str:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
-        if self.name == "new branch":
-            return RETURNS.get(self.kind, "")
+        if self.name == "new branch" and self.kind in ("regenerated", "edited"):
+            return f"goes on from an older prompt than the newest one ({self.kind})"
         if self.name != "rewritten":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
@@ -3449,205 +3140,168 @@ class Case:
     whole: bool = False
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    straight: float = 0.0  # the part of it that would be reused without kvproxy
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
-    server: Json = dataclasses.field(default_factory=dict)  # Backend.describe(), if it was asked
+    slots: int | None = None  # that the server has, if it was asked
 
 
 class Ledger:
-    """The last prompts, and what they have in common. Equal beginnings are held once; bounded,
-    oldest out first."""
-
-    MOST = 2048  # prompts: no more conversations are in flight, whatever memory they would fit in
+    """The last prompts, and what they have in common. Bounded, oldest out first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size = limit, 0
-        self.entries: collections.OrderedDict[int, Prompt] = collections.OrderedDict()
-        self.index: dict[int, int] = {}  # link of a chain -> the newest entry that has it
-        self.count = 0  # of all prompts judged; the newest entry's number
+        self.limit, self.size = limit, 0  # bytes
+        self.entries: collections.deque[Prompt] = collections.deque()
+        self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
-        """Compare a prompt with those before it, then remember it. What the server says comes
-        later, in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        """Compare a prompt with those before it, and remember it. What the server says comes later,
+        in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        with self.lock:
+            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
+            self.entries.append(prompt)
+            self.count, self.size = self.count + 1, self.size + prompt.memory
+            while self.size > self.limit and len(self.entries) > 1:
+                self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        with self.lock:  # nothing under it looks at texts, and SEGMENTS bounds the rest
-            stored = list(itertools.islice(reversed(self.entries.values()), LOOKED_THROUGH))
-            link = next((link for link in reversed(prompt.chain) if link in self.index), None)
-            longest = None if link is None else self.entries[self.index[link]]
-            self.remember(prompt)
         if not stored or not prompt.chain:
             return case
-        head, newest = prompt.names[: prompt.first], stored[:COMPARED_PROMPTS]
         case.base = base = previous(prompt, stored)
         if base is None:  # of other conversations the closest one, rather one with the same tools
-            base = max(newest, key=lambda one: (one.names[: one.first] == head, prompt.common(one)))
+            like = [one for one in stored if one.head == prompt.head] or stored
+            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
+            base = max(rank, key=rank.__getitem__)
         case.whole = case.base is not None and prompt.goes_on(base)
-        common = max(prompt.common(one) for one in (base, longest or base))
-        verdict.share = common / (prompt.length() or 1)
-        newer = list(itertools.takewhile(lambda one: one is not base, stored))
-        case.between, case.away = newer[:COMPARED_PROMPTS], base.time < lost_at
-        if not case.whole:
-            locate_change(case, base)
-            place = verdict.where.partition(" ")[0]
-            same = place != "system" or alike(base.system(), prompt.system())
-            goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-            volatile = place != "turn" and verdict.kind in VOLATILE
-            if not prompt.side and same and (goes_on or volatile):
-                verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-            else:
-                verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+        others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
+        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
+        sent = prompt.sent or prompt
+        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
+        case.moved = case.base is not None and sent.goes_on(base.sent or base)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        if case.whole:
+            verdict.name, talk = "extended", (base.conversation, base.head)
+            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
+            if again and not prompt.side:
+                same = len(prompt.chain) == len(base.chain)
+                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
-        verdict.name, talk = "extended", (base.conversation, base.head)
-        again = [one for one in newer if (one.conversation, one.head) == talk]
-        if not prompt.side and any(not one.side for one in again):
-            same = len(prompt.chain) == len(base.chain)
-            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+        locate_change(case, base)
+        place = verdict.where.partition(" ")[0]
+        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
+        volatile = place != "turn" and verdict.kind in VOLATILE
+        same_agent = place != "system" or alike(base.system, prompt.system)
+        if not prompt.side and same_agent and (goes_on or volatile):
+            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        else:
+            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
         return case
-
-    def remember(self, prompt: Prompt) -> None:
-        self.count += 1
-        for place, link in enumerate(prompt.chain):
-            if link in self.index:
-                known = self.entries[self.index[link]]
-                prompt.texts[place] = known.texts[place]  # the string that is held already
-            else:
-                self.size += text_size(prompt.texts[place])
-            self.index[link] = self.count
-        self.entries[self.count] = prompt
-        self.size += 300 * len(prompt.chain)
-        while (self.size > self.limit or len(self.entries) > self.MOST) and len(self.entries) > 1:
-            self.forget()
-
-    def forget(self) -> None:
-        """Drop the oldest entry, and what no newer one has."""
-        number, entry = self.entries.popitem(last=False)
-        self.size -= 300 * len(entry.chain)
-        for place, link in enumerate(entry.chain):
-            if self.index[link] == number:
-                del self.index[link]
-                self.size -= text_size(entry.texts[place])
-
-
-def text_size(text: str) -> int:
-    """Bytes that a string takes in memory (PEP 393: with one emoji four for each character)."""
-    return 70 + sys.getsizeof(text)
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or was made from by a change
-    of its history.
-
-    `stored`: the newest first. What stands before the turns does not count here. One whose last
-    message alone was put in another way (a branch, a question beside the conversation) is passed
-    over."""
+    of its history; what stands before the turns does not count. One whose last message alone was
+    put in another way (a branch, a question beside the conversation) is passed over."""
+    talk, side = prompt.conversation, prompt.side
+    named = (one for one in stored if one.conversation == talk and (side or not one.side))
+    own = list(itertools.islice(named, COMPARED))
+    whole = next((one for one in own if prompt.has_turns_of(one)), None)
+    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
+    own += [one for one in newer if one.conversation != talk]  # its name may have changed
     whole = changed = None
-    deepest, reached = (-1, 0), -1
-    entries = relatives(prompt, stored)
-    for entry in entries:
-        depth = common_prefix(prompt.turns, entry.turns)
-        if depth == len(entry.turns) or prompt.goes_on(entry):
-            if (depth, prompt.common(entry)) > deepest:
-                whole, deepest = entry, (depth, prompt.common(entry))
-        elif changed is None and depth > deepest[0] and prompt.answered(depth):
+    deepest = reached = -1
+    for entry in own:
+        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
+        later = changed is None and depth > deepest and prompt.answered(depth)
+        if not (begins and depth >= deepest) and not later:
+            continue
+        if entry.conversation != talk and not looks_alike(prompt, entry):
+            continue
+        if not begins:
             changed, reached = entry, depth
-    return whole if deepest[0] > reached else changed
+        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
+            whole, deepest = entry, depth
+    return whole if deepest > reached else changed
 
 
-def relatives(prompt: Prompt, stored: list[Prompt]) -> list[Prompt]:
-    """The prompts of the same conversation, by its name, or by look where a name changed with the
-    system text or the first words."""
-    talk, side, opening = prompt.conversation, prompt.side, prompt.opening()
-    texts = {text for text in prompt.texts[prompt.first :] if len(text) > 20}
-
-    def looks_alike(one: Prompt) -> bool:
-        if "(prompt)" in prompt.names[-1]:
-            return prompt.goes_on(one)
-        if side or one.side or not one.turns or not prompt.answered(0):
+def looks_alike(prompt: Prompt, one: Prompt) -> bool:
+    """Whether a prompt of another name seems to be of the same conversation."""
+    (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
+    if name.endswith("(prompt)"):
+        return prompt.goes_on(one)
+    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+        return False
+    if not (first in opening or opening in first or alike(first, opening)):
+        said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
+        if not any(text in said for _, text in one.segments[one.first :]):
             return False
-        first = one.opening()
-        turns = first in opening or opening in first or not texts.isdisjoint(one.texts[one.first :])
-        return (turns or alike(first, opening)) and alike(one.system(), prompt.system())
-
-    own = (one for one in stored if one.conversation == talk and (side or not one.side))
-    named = list(itertools.islice(own, COMPARED_PROMPTS))
-    others = [one for one in stored[:LOOKED_AT] if one.conversation != talk]
-    return named + [one for one in others if looks_alike(one)]
+    return alike(one.system, prompt.system)
 
 
 def locate_change(case: Case, base: Prompt) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    was, now = base.tools(), prompt.tools()
     depth = common_prefix(prompt.chain, base.chain)
-    name, new = ([*zip(prompt.names, prompt.texts, strict=True), ("", "")])[depth]
-    old_name, old = ([*zip(base.names, base.texts, strict=True), ("", "")])[depth]
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
     answers = "(assistant)" in name and "(assistant)" not in old_name
-    if base.system() != prompt.system():
-        verdict.where, old, new = "system", base.system(), prompt.system()
-    elif was != now:
-        verdict.where, verdict.kind = "tools", "tools changed"
-        had, has = set(was), set(now)
-        sides = [tool for tool in was if tool not in has], [tool for tool in now if tool not in had]
-        if sorted(was) == sorted(now):
-            start = common_prefix(was, now)
-            verdict.kind, sides = "tool order", (was[start:], now[start:])
-        verdict.before, verdict.after = (", ".join(side[:3])[:80] for side in sides)
+    if base.system != prompt.system:
+        verdict.where, old, new = "system", base.system, prompt.system
+    elif base.tools != prompt.tools:
+        order = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
+        at = common_prefix(base.tools, prompt.tools)
+        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
+        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
         return
-    elif "(tool)" in name and "(tool)" in old_name and reordered(base, prompt, depth):
-        verdict.kind = "order of tool results"
+    elif case.base is None and depth >= prompt.first:
+        return  # the first words of another conversation
+    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
+        verdict.kind = "another order"
     elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, verdict.before = old_name, "taken out", around(old, 0)
-        case.texts = old, ""
-        return
+        verdict.where, verdict.kind, new = old_name, "taken out", ""
     elif new and stands_behind(old, prompt, depth):
-        verdict.kind, verdict.after = "put in", around(new, 0)
-        case.texts = "", new
-        return
-    elif old.split() == new.split():
+        verdict.kind, old = "put in", ""
+    elif sorted(old.split()) == sorted(new.split()):
         moved = "(tool)" in name and "(tool)" not in old_name
-        verdict.kind = "moved into the result" if moved else "the same words in another form"
+        other = "another form" if old.split() == new.split() else "another order"
+        verdict.kind = "moved into the result" if moved else other
+    case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
-    case.texts = old, new
-
-
-def reordered(base: Prompt, prompt: Prompt, depth: int) -> bool:
-    """Whether what stands at a place is there in another order, inside or among the turns."""
-    old, new = base.texts[depth], prompt.texts[depth]
-    if stands_behind(new, base, depth):
-        return stands_behind(old, prompt, depth)
-    return old.split() != new.split() and sorted(old.split()) == sorted(new.split())
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
     """Whether a text stands behind a place; a word or two only if close to it."""
-    return text != "" and text in prompt.texts[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    behind = prompt.segments[depth + 1 : depth + 4 if len(text) <= 20 else None]
+    return text != "" and any(text == other for _, other in behind)
 
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
 
+CURE_LINES = 4  # of a system prompt that one cure covers
+
+
 def cure_of(case: Case, config: Config) -> str:
     """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
     set already."""
-    where, (old, new) = case.verdict.where, case.texts
-    order = case.verdict.kind in ("tool order", "order of tool results")
-    if where != "system" and "(user)" not in where and not order:
+    where, texts = case.verdict.where, case.texts
+    system, order = where == "system", case.verdict.kind == "tool order"
+    if not system and "(user)" not in where and not order:
         return ""
-    for switch in ("scrub", "replay", "lift" if where == "system" else "replay"):
+    for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
-    name, pattern = "REPLAY_REGEX", "" if order else block_pattern(old, new)
-    if where == "system":
-        name, pattern = "LIFT_REGEX", line_pattern(old, new)
-    if not pattern or pattern in getattr(config, name.lower()):
-        return ""
-    return f"{name}='{pattern}'" if "'" not in pattern else f'{name}="{pattern}"'
+    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
+    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
+    quote = '"' if "'" in pattern else "'"
+    known = getattr(config, name.lower())
+    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
 
 
 def shape(text: str) -> str:
@@ -3657,40 +3311,40 @@ def shape(text: str) -> str:
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
-def line_pattern(old: str, new: str) -> str:
-    """A pattern of whole lines, each there once, without which two system texts are equal; '' if
-    there is none."""
-    patterns: list[str] = []
-    while old != new and len(patterns) < CURE_LINES:
-        at = common_prefix(old, new)
-        lines = [text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0] for text in (old, new)]
-        label = re.split(r"\d", lines[0][: common_prefix(*lines)])[0]
+def lines_pattern(old: str, new: str) -> str:
+    """A pattern of whole lines, each there once, without which two system texts are equal."""
+    before, after = old.split("\n"), new.split("\n")
+    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
+    patterns = []
+    for was, now in pairs[:CURE_LINES]:
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        pattern = f"^{shape(label)}.*$" if named else f"^{shape(lines[0])}$"
+        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
+    texts = [old, new]
+    for pattern in patterns:
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-        old, new = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (old, new))
-        patterns.append(pattern)
-    return "|".join(patterns) if old == new else ""
+    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
 
 
 def block_pattern(old: str, new: str) -> str:
-    """A pattern of a block without which two user texts are equal; '' if there is none."""
+    """A pattern of a block without which two user texts are equal."""
     prefix = common_prefix(old, new)
-    suffix = common_suffix(old[prefix:], new[prefix:])
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
     for text in (old, new):  # the paragraphs around the change
         start = text.rfind("\n\n", 0, prefix + 2) + 1
         end = text.find("\n\n", max(start, len(text) - suffix - 2))
-        lines = text[start : end if end >= 0 else None].strip().split("\n")
-        typed = len(lines) == 1 and lines[0][:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(lines[0]) > 300 or not re.search("[A-Za-z]{3}", lines[0]):
+        block = text[start : end if end >= 0 else None].strip()
+        line = block.split("\n")[0]
+        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
+        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", lines[0]))
-        patterns = [rf"(?s){opening}.*?(?:\n\n|\Z)", rf"(?m)^{opening}.*$"]
-        for closing in re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", "\n".join(lines))[-1:]:
-            patterns.insert(0, rf"(?s){opening}.*?{shape(closing)}")
-        for pattern in patterns:
+        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
+        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+            pattern = f"(?s){opening}.*?{closing}"
             left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
@@ -3701,8 +3355,8 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little, or cannot be
-    told. What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
+    What a prompt that goes on from another begins with is known to six tokens."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
@@ -3717,73 +3371,99 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the
     verdict."""
-    verdict, prompt, base = case.verdict, case.prompt, case.base
-    prompt.tokens = usage.prompt
-    if base is not None:
-        verdict.base = base.number
+    verdict = case.verdict
+    case.prompt.tokens = usage.prompt
+    verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        # The change did not reach the prompt, or the server had read this one before.
-        verdict.name = "extended"
-    if verdict.name == "rewritten" and case.moved:
-        verdict.advice = "by kvproxy itself; the client only went on"
-    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.cure = cure_of(case, config)
+        verdict.name = "extended"  # the change did not reach the prompt, or it was read before
+    if verdict.name == "rewritten" and verdict.kind != "reasoning":
+        verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
+        verdict.cure = "" if case.moved else cure_of(case, config)
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, cached, expected = case.verdict, usage.cached or 0, case.verdict.expected or 0
-    had = case.base.reasoning if case.base is not None and case.whole else set()
+    verdict, base = case.verdict, case.base or case.prompt
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
+    had = base.reasoning if case.whole else set()
     if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
         return
-    causes = {
-        "away": case.away,
-        "taken": bool(case.between),
-        "idle": case.idle > 300,
-        "checkpoint": cached < 0.05 * (usage.prompt or 0),
-        "not all kept": True,
-    }
-    verdict.name, verdict.kind = "lost", next(cause for cause, fits in causes.items() if fits)
-    if verdict.kind == "taken":
-        why = taken_advice(case, expected / (usage.prompt or 1))
+    numbers: Json = {"minutes": round(case.idle / 60)}
+    if case.away:
+        cause = "away"
+    elif case.between:
+        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
+        # unless set) of its prompt; what the slot held goes to the host cache only if less than
+        # half of it stays (server-context.cpp, get_available_slot).
+        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+        other = max(shares, key=shares.__getitem__)
+        share, size = shares[other], other.tokens or other.size // 4
+        wanted = math.ceil(100 * share + 1) / 100
+        same = other.conversation == base.conversation
+        who = "a request of the same chat in another form" if same else "another conversation"
+        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
+        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
+        cause = "taken"
     else:
-        why = advice(verdict.kind, config).format(minutes=round(case.idle / 60))
-    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
+        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
+        cause = "idle" if case.idle > 300 else some
+    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
+    if numbers.get("share", 0) > 0.1:
+        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
+        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
+        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
+        why = ADVICE["slot taken"] + told
+    still = f"{cached:,} of {expected:,} tokens were still there"
+    verdict.advice = f"{still}: {why.format(**numbers)}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
+_KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
+    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
+    " keep both",
+    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
+    " ({share:.2f}) and so was given this slot: ",
+    "one slot": "with one slot, -np 2 gives each its own, if memory allows",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
+    " conversations start cold",
+    "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), or the model"
-    " is hybrid, recurrent or sliding-window without a checkpoint there (--ctx-checkpoints,"
-    " --swa-full)",
-    "not all kept": "the last checkpoint of a hybrid, recurrent or sliding-window model lies"
-    " further back (--ctx-checkpoints), or the chat template renders old turns in another way",
+    "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
+    " without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints), or"
+    " the chat template renders old turns in another way",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "system": "the client writes this part of its system prompt anew",
-    "tools": "keep the list of tools the same for the length of a conversation",
-    "tool": "keep a tool's description the same for the length of a conversation",
-    "turn": "the client edits its own history; hybrid, recurrent and sliding-window models may"
-    " read all again",
-    "turns": "have the client keep it, where it can",
-    "full re-processing": "the model is hybrid, recurrent or sliding-window, and had no checkpoint"
-    " in front of the change: --ctx-checkpoints, --swa-full",
+    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
+    " again",
+    # of server logs
+    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
+    " --ctx-checkpoints, --swa-full",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
     "low similarity": "something near the start of the prompt changes, or another conversation"
     " took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    # of `check`
+    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
+    " a run of `python kvproxy.py bench` shows it",
+    "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
+    "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
+    " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
+    "short context": "{context:,} tokens of context a slot is less than agents send"
+    " (16,000-60,000): raise -c or lower -np",
+    "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
 
 
@@ -3791,33 +3471,6 @@ def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
     return told if getattr(config, setting, True) else f"{told}; {how}"
-
-
-def taken_advice(case: Case, own: float) -> str:
-    """Who took the slot, in the numbers of the case, and what would have helped. `own` is the share
-    of this prompt that its slot should have held.
-
-    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
-    set) of its prompt; what the slot held goes to the host cache only if less than half of it
-    stays (server-context.cpp, get_available_slot)."""
-    base = case.base or case.prompt
-    shares = [one.common(base) / (one.length() or 1) for one in case.between]
-    shared = max(shares)
-    other = case.between[shares.index(shared)]
-    same = other.conversation == base.conversation
-    who = "a request of the same chat in another form" if same else "another conversation"
-    told = (f"a {other.side} request" if other.side else who) + " came in between"
-    if shared <= 0.1:
-        return f"{told}: more slots (-np) or a larger host cache (--cache-ram) would keep both"
-    size = other.tokens or other.length() // 4
-    told += f", which shares {round(shared * size):,} of its {size:,} tokens ({shared:.2f})"
-    wanted = math.ceil(100 * shared + 1) / 100
-    several = f"-sps {wanted:.2f} keeps them apart, at the price that new conversations start cold"
-    if wanted >= own:
-        several = "no -sps keeps two apart that have so much in common"
-    one = "-np 2 gives each its own, if memory allows"
-    helps = {None: f"with one slot, {one}; with several, {several}", 1: one}
-    return f"{told} and so was given this slot: {helps.get(case.server.get('slots'), several)}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3831,36 +3484,59 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(body: Json, headers: Mapping[str, str], view: View) -> str:
+def side_of(view: View, headers: Mapping[str, str]) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
+    body, turns = view.body, view.turns[-1:]
     if headers.get("x-claude-code-agent-id"):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)):
-        return "title"
+    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
+    titled = "title" in members(members(wanted.get("schema")).get("properties"))
+    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
+        return "title"  # Codex says so, or wants a property of this name
     if body.get("tools"):
         return ""
-    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
-    if "title" in members(members(wanted.get("schema")).get("properties")):
-        return "title"  # a property; every schema may have a title
-    turns = view.turns[-1:]
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
     matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
     return next((str(match.lastgroup) for match in matches if match), "")
 
 
-def step_of(view: View) -> str:
-    """What a request of a conversation is for, so that 2,000 tokens read after a tool's result
-    alarm nobody."""
-    turns = [turn.role for turn in view.turns[view.leading() :]]
-    if not view.dialect.edited:
-        return ""
-    if "assistant" not in turns:
-        return "first prompt"
-    return "tool step" if turns[-1] == "tool" else "user turn"
+IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
+ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
+
+
+def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
+    """Give the verdict `template` if a server renders old turns in another way than before.
+
+    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    at = common_prefix(before, now)
+    if not before or not now or len(before) - at <= ANSWER_START:
+        return
+    place = 0
+    for number, (_, text) in enumerate(base.segments[base.first :], base.first + 1):
+        found = before.find(text.strip()[:60], place, at)
+        if found >= 0:
+            verdict.where, place = base.at(number)[0], found
+    verdict.name = verdict.kind = "template"
+    verdict.before, verdict.after = around(before, at), around(now, at)
+
+
+def weights_of(segments: list[Segment], tokens: int | None) -> Json:
+    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
+    largest, turns."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for name, text in segments:
+        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
+    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
+    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
+    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
+    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
+    largest = dict(itertools.islice(tools.items(), 5))
+    turns = tokens_of.get("turn", 0)
+    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================
@@ -4998,10 +4674,8 @@ class Proxy:
         self.backend = Backend(self.config)
         self.editor = Editor(self.config)
         self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
-        known = self.scrubber if self.config.scrub else None
-        self.reader = Reader(known, self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 19)
-        self.received = Ledger(self.config.ledger_mb << 19)  # prompts as clients sent them
+        self.reader = Reader(self.config.replay_mb << 20)
+        self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
         self.capture = Capture(self.config, self.log)
@@ -5128,18 +4802,17 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        agent = "x-claude-code-agent-id"
+        agent, original = "x-claude-code-agent-id", None
         told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
-            prompt = Prompt(view, *told)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
-            exchange.verdict, case.idle = case.verdict, exchange.started - self.last_end
             if exchange.forwarded is not received:
                 original = view_of(parse(received), view.dialect)
-                prompt = Prompt(original, *told) if original is not None else prompt
-            straight = self.received.judge(prompt)
-            exchange.straight, case.moved = straight.verdict.share, straight.whole
+            sent = Prompt(original) if original is not None else None
+            prompt = Prompt(view, *told, sent)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            case.idle = exchange.started - self.last_end
+            exchange.verdict, exchange.straight = case.verdict, case.straight
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
         """The response headers for a request that has X-Cache-Diagnostic: true."""
@@ -5199,12 +4872,14 @@ class Proxy:
         """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
         asked for its slots, and how it renders the prompts, once it is idle."""
         case, exchange.case = exchange.case, None
+        server: Json = {}
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
                 if ask and self.still.wait(IDLE_WAIT):
-                    case.server = self.backend.describe()
+                    server = self.backend.describe()
+                    case.slots = server.get("slots")
                 settle(case, exchange.usage, self.config)
-                if case.server and case.verdict.name == "lost":
+                if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
@@ -5219,53 +4894,25 @@ class Proxy:
             self.asking.release()
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from: does it render old
-        turns in another way than before, it had to read them again."""
-        base, verdict, prompts = case.base, case.verdict, list[str]()
+        """Have the server render a prompt and the one that it goes on from; if it renders old turns
+        in another way than before, that is why it had to read them again."""
+        verdict, base, prompts = case.verdict, case.base, list[str]()
         with self.metrics.guard:
-            kept = {one.number: one for one in self.metrics.recent}
-        before = kept.get(base.number) if base is not None and case.whole else None
+            number = base.number if base is not None and case.whole else 0
+            before = next((one for one in self.metrics.recent if one.number == number), None)
         if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
             return
         key = exchange.request.get("authorization").removeprefix("Bearer ")
         for one in (before, exchange):
             answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
-        at = common_prefix(*prompts)
-        if not all(prompts) or len(prompts[0]) - at <= ANSWER_START:
-            return
-        names, place = base.names[base.first :], 0
-        where = names[0]
-        for text, following in zip(base.texts[base.first :], [*names[1:], ""], strict=True):
-            found = prompts[0].find(text.strip()[:60], place, at)
-            if found >= 0:
-                where, place = following, found
-        verdict.name, verdict.kind, verdict.where = "template", "template", where
-        verdict.before, verdict.after = around(prompts[0], at), around(prompts[1], at)
-        verdict.advice = (
-            f"the chat template renders {where} otherwise than before"
-            f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
-            f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
-        )
-
-    def weights(self, exchange: Exchange) -> Json:
-        """Where the tokens of a prompt that is kept go, estimated from its characters."""
-        assert exchange.dialect is not None and exchange.forwarded is not None
-        view = view_of(parse(exchange.forwarded), exchange.dialect)
-        found = [(name, len(text)) for name, text in segments_of(view)] if view is not None else []
-        total = sum(size for _, size in found)
-        rate = (exchange.usage.prompt or total / 4) / (total or 1)
-        sizes: collections.Counter[str] = collections.Counter()
-        tools: collections.Counter[str] = collections.Counter()
-        for name, size in found:
-            kind, _, rest = name.partition(" ")
-            sizes[kind] += size
-            if kind == "tool":
-                tools[rest] += size
-        told: Json = {part: round(sizes[part.rstrip("s")] * rate) for part in ("tools", "turns")}
-        largest = {name: round(size * rate) for name, size in tools.most_common(5)}
-        system = round(sizes["system"] * rate)
-        return {"system": system, **told, "estimated": True, "largest tools": largest}
+        rendered_otherwise(verdict, base, *prompts)
+        if verdict.name == "template":
+            verdict.advice = (
+                f"the chat template renders {verdict.where} otherwise than before"
+                f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
+                f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
+            )
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5334,8 +4981,7 @@ class Metrics:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
         self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
-        self.points: collections.deque[tuple[float, float, str]]  # time, share, verdict
-        self.window, self.points = collections.deque(maxlen=20), collections.deque(maxlen=60)
+        self.window = collections.deque(maxlen=20)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
@@ -5368,8 +5014,6 @@ class Metrics:
             counts["state", "reused"] += cached
             counts["state", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
-            name = f"{verdict.name} ({verdict.side})" if verdict.side else verdict.name
-            self.points.append((exchange.time, cached / max(1, prompt), name))
             if verdict.side:
                 return ""
             self.window.append((cached, prompt, verdict.name))
@@ -5818,31 +5462,24 @@ class Warmup:
 
 # The page is complete without its script, which only renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
-:root { color-scheme: light dark; --ink: #1c2127; --soft: #56616d; --line: #d5dae0; --back: #fff; --good: #1a7f4b;
-  --bad: #b3261e; --fair: #7d5200; --rest: #8b96a3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #a3adb8; --line: #39424c; --back: #14181c;
-  --good: #4cc38a; --bad: #ff8f85; --fair: #e5b567; --rest: #74808d; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; padding: 1rem;
-  max-width: 60rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem; margin: 0; color: var(--soft); font-weight: 600 }
-h2, summary { font-size: 1.05rem; font-weight: 650; margin: 2rem 0 .6rem } summary { cursor: pointer }
-p, dd, ol { margin: 0; padding: 0 } a { color: inherit } code { font-size: .88em } b { font-weight: 600 }
-.state { font-size: 1.6rem; font-weight: 650; margin: .3rem 0; line-height: 1.25 }
-.good { color: var(--good) } .bad { color: var(--bad) } .fair { color: var(--fair) } .soft { color: var(--soft) }
-dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1.2rem 0 0 } dd { font-size: 1.25rem }
-dt, .key, .chart { font-size: .85rem; color: var(--soft) }
-pre { white-space: pre-wrap } svg { width: 100%%; height: 9rem } line { stroke: var(--line); vector-effect: non-scaling-stroke }
-rect { fill: var(--rest) } rect.good { fill: var(--good) } rect.bad { fill: var(--bad) }
-li { list-style: none; border-top: 1px solid var(--line); padding: .5rem 0 }
+:root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
+  color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
+  overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
+h1 { font-size: 1rem; color: var(--soft) } p, dd, ol { margin: 0; padding: 0 } a { color: inherit }
+.state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 } .soft { color: var(--soft) }
+.good { color: light-dark(#1a7f4b, #4cc38a) } .bad { color: light-dark(#b3261e, #ff8f85) }
+.fair { color: light-dark(#7d5200, #e5b567) } dt, code, .key { font-size: .85rem }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
+dt, .key { color: var(--soft) } pre { white-space: pre-wrap }
+li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
 </style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
 <p id="state" role="status" class="state %(tone)s">%(state)s</p>
 <p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
-<h2>Reuse per request</h2><div id="chart">%(chart)s</div>
-<p class="key"><b class="good">Green</b>: extended. <b class="bad">Red</b>: rewritten or lost. Grey: first prompts,
-branches and side requests.</p>
 <h2>Last requests</h2><ol id="requests">%(rows)s</ol>
 <p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
 <details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
@@ -5869,9 +5506,6 @@ setInterval(async () => {
 </script></body></html>
 """
 
-CHART = """<div class="chart" role="img" aria-label="{0}: {1:.0f}% on average">
-<svg viewBox="0 0 {2} 100" preserveAspectRatio="none" aria-hidden="true"><line x2="100%" y1="0" y2="0"/>
-<line x2="100%" y1="50" y2="50"/><line x2="100%" y1="100" y2="100"/>{3}</svg>0 to 100%, {4}, newest last</div>"""
 ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
 <span>{2}</span><code>{3}</code></p>{4}</li>"""
 
@@ -5889,7 +5523,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size + on.received.size, "Memory for verdicts."),
+    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
 )
 
@@ -5953,50 +5587,40 @@ class Pages:
 
     def row(self, exchange: Exchange) -> Json:
         """A request in numbers."""
-        verdict, usage = exchange.verdict, exchange.usage
-        first_byte = round(1000 * (exchange.begun - exchange.started), 1)
-        return {
-            "number": exchange.number,
-            "time": exchange.time,
-            "method": exchange.request.method,
-            "path": printable(exchange.request.path),
-            "status": exchange.status,
-            "fault": exchange.fault or None,
-            "conversation": exchange.trace.conversation or None,
-            "report": dataclasses.asdict(exchange.report),
-            "usage": {**dataclasses.asdict(usage), "read": usage.read()},
-            "verdict": dataclasses.asdict(verdict) if verdict else None,
-            "first_byte_ms": first_byte if exchange.begun else None,
-            "total_ms": round(1000 * (exchange.ended - exchange.started), 1),
+        request, verdict = exchange.request, exchange.verdict
+        usage, start = exchange.usage, exchange.started
+        row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+        row |= {"path": printable(request.path), "status": exchange.status}
+        row |= {"fault": exchange.fault or None, "report": dataclasses.asdict(exchange.report)}
+        row["conversation"] = exchange.trace.conversation or None
+        row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
+        row["verdict"] = dataclasses.asdict(verdict) if verdict else None
+        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
+        return row | {
+            key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
         }
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded, and what differs. Takes at most ten
-        times the body's memory: texts are written piece by piece."""
-        row, notes = {**self.row(exchange), "diff": list[str]()}, list[str]()
-        received, forwarded = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        if received is None or forwarded is None:
-            received = forwarded = None
-            notes.append("the bodies were dropped to save memory")
-        else:
-            nodes = forwarded.count(b"{") + forwarded.count(b"[")
-            if nodes < 1000 + len(forwarded) // 50:  # else parsing takes a lot of memory
-                with contextlib.suppress(Unreadable, RecursionError):
-                    row["where it goes"] = self.proxy.weights(exchange)
-        if received is not None and forwarded is not received:
-            assert forwarded is not None
-            row["diff"], note = difference(received, forwarded)
-            notes += [note] if note else []
-        body = bytearray()
-        for name, raw in (("received", received), ("forwarded", forwarded)):
-            body += b', "%s": ' % name.encode()
-            if raw is None:
-                body += b"null"
-            elif not write_text(body, raw):
-                notes.append(f"the body as {name} is cut: it is no text")
-        if notes:
-            row["note"] = "; ".join(notes)
-        body[:0] = json.dumps(row)[:-1].encode()
+        """A request with its body as received and as forwarded, and what differs between the two
+        prompts, where these are not too long. Takes at most ten times the body's memory, or 64
+        times DIFF_BYTES."""
+        row: Json = {**self.row(exchange), "diff": []}
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        prompts = list[list[Segment]]()
+        with contextlib.suppress(Unreadable, RecursionError):
+            for raw in bodies:
+                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                    view = view_of(parse(raw), exchange.dialect)
+                    prompts.append(Prompt(view).segments if view is not None else [])
+        if len(prompts) == 2:
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            row["diff"] = difference(*prompts)
+        body = json.dumps(row)[:-1].encode()
+        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+            body += name
+            body += json.dumps(
+                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
+            ).encode()
         return 200, body + b"}", self.HEADERS, "application/json"
 
     def metrics(self) -> str:
@@ -6020,23 +5644,17 @@ class Pages:
 
     def page(self) -> Answer:
         """The page, complete without its script."""
-        nonce, metrics = uuid.uuid4().hex, self.proxy.metrics
+        nonce, metrics, config = uuid.uuid4().hex, self.proxy.metrics, self.proxy.config
         with metrics.guard:
             state, tone, hint = map(html.escape, self.state())
-            facts, chart = self.facts(), self.chart()
+            facts = self.facts()
             rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        if not rows:
-            kept = self.proxy.config.keep_requests
-            rows = f"<li>{'None yet' if kept else 'None are kept (KEEP_REQUESTS=0)'}.</li>"
-        config = dataclasses.asdict(self.proxy.config).items()
-        settings = "\n".join(f"{name.upper()} = {value}" for name, value in config)
-        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "chart": chart}
-        parts |= {
-            "nonce": nonce,
-            "rows": rows,
-            "settings": html.escape(settings),
-            "version": __version__,
-        }
+        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
+        settings = dataclasses.asdict(config).items()
+        told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "nonce": nonce}
+        parts |= {"rows": rows or f"<li>{none}.</li>", "settings": html.escape(told)}
+        parts["version"] = __version__
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -6053,12 +5671,10 @@ class Pages:
             words = "is not ready" if last.status == 503 else "does not answer"
             hint = last.fault or "It may be loading its model."
             return f"The model server {words} ({last.status})", "bad", hint
-        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        if metrics.judged and not metrics.points:
-            share = statistics.mean([verdict.share for verdict in verdicts] or [0])
-            hint = f"By their text, {100 * share:.0f}% of the last prompts could be reused."
-            return "The server does not report what it reused", "fair", hint if verdicts else ""
         if not metrics.window:
+            reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
+            if metrics.judged and not reported:
+                return "The server does not report what it reused", "fair", ""
             hint = "Set your agent's base URL to this address and send something."
             return "No prompt yet", "fair", hint
         window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
@@ -6067,11 +5683,12 @@ class Pages:
             hint = "Nothing can be reused until a conversation goes on."
             return f"{firsts}, nothing to reuse so far", "fair", hint
         rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        left_out = f"; {firsts} not counted" if len(window) < len(metrics.window) else ""
-        hint = f"Share of prompt tokens reused in the last {counted(len(window), 'request')}{left_out}."
+        hint = f"Share of prompt tokens in the last {counted(len(window), 'request')}"
+        hint += f"; {firsts} not counted."
         if rate >= self.proxy.config.warn_reuse:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint
         hint += f" {metrics.cause('cold').capitalize()}."
+        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
         lines = [verdict.line() for verdict in verdicts if verdict.line()]
         hint += f" Last: {lines[-1]}" if lines else ""
         return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
@@ -6087,155 +5704,51 @@ class Pages:
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
+            "warm-up": proxy.warmup.state,
         }
-        if proxy.warmup.enabled:
-            facts["warm-up"] = proxy.warmup.state
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
-
-    def chart(self) -> str:
-        """A bar for each request, and a label that tells screen readers what they show."""
-        points, judged = self.proxy.metrics.points, self.proxy.metrics.judged
-        if not points:
-            reason = "The server reports no numbers." if judged else "Nothing to show yet."
-            return f'<p class="soft">{reason}</p>'
-        bars = ""
-        for place, (when, share, name) in enumerate(points):
-            height = max(2, 100 * share)  # a miss is seen, too
-            area = f'x="{place}.1" y="{100 - height:.1f}" width=".8" height="{height:.1f}"'
-            told = f"{clock(when)}: {100 * share:.0f}%, {name}"
-            bars += f'<rect class="{TONES.get(name, "")}" {area}><title>{told}</title></rect>'
-        mean = 100 * statistics.mean(share for _, share, _ in points)
-        label = f"Share of the prompt reused in the last {counted(len(points), 'request')}"
-        times = f"{clock(points[0][0])} to {clock(points[-1][0])}"
-        return CHART.format(label, mean, max(20, len(points)), bars, times)
 
     def item(self, exchange: Exchange) -> str:
         """A request in the list."""
         usage, verdict, words = exchange.usage, exchange.verdict, ""
+        told = "reuse not reported"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
             told = "counts tokens"
-        elif usage.cached is None or not usage.prompt:
-            told = "reuse not reported"
-        else:
+        elif usage.cached is not None and usage.prompt:
             told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
         if verdict is not None:
             side = f" ({verdict.side} request)" if verdict.side else ""
-            tone = TONES.get(verdict.name, "")
+            tone, line = TONES.get(verdict.name, ""), html.escape(verdict.line())
             words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            words += f'<p class="soft">{html.escape(verdict.line())}</p>' if verdict.line() else ""
-        path = html.escape(printable(exchange.request.path))
-        when = clock(exchange.time)
-        return ITEM.format(exchange.number, when, html.escape(told), path, words)
+            words += f'<p class="soft">{line}</p>' if line else ""
+        path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
+        return ITEM.format(
+            exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
+        )
 
 
-# --- a request's bodies, and what differs between them --------------------------------------------
+DIFF_BYTES = 1 << 20  # longer bodies are not compared
+DIFF_LINES = 5000  # longer segments are not compared
 
 
-def write_text(out: bytearray, raw: bytes | bytearray) -> bool:
-    """Append a body to `out` as a JSON string; False when it was cut, because so few of its bytes
-    are text that it would take more than three times its size."""
-    decoder, start = codecs.getincrementaldecoder("utf-8")("replace"), len(out)
-    out += b'"'
-    for at in range(0, len(raw), TEXT_PIECE):
-        if len(out) - start > 3 * at + TEXT_PIECE:
-            out += b'..."'
-            return False
-        text = decoder.decode(bytes(raw[at : at + TEXT_PIECE]), at + TEXT_PIECE >= len(raw))
-        out += json.dumps(text, ensure_ascii=False)[1:-1].encode()
-    out += b'"'
-    return True
-
-
-TEXT_PIECE = 1 << 16  # bytes
-DIFF_BYTES = 4 << 20  # longer bodies are not compared
-DIFF_LINES = 1000  # compared, from the first to the last that differs
-DIFF_COLUMNS = 1000  # of a line that are shown
-BODY_TOKEN = re.compile(r"\s*([,:\[\]{}\"]|[^\s,:\[\]{}\"]+)")
-
-
-def json_lines(raw: bytes | bytearray) -> Iterator[str]:
-    """The lines of a JSON text as json.dumps(indent=1) spells it, with its strings as they read.
-    Only one string at a time is parsed: the values of a whole body would take too much memory."""
-    text, line, depth, at = raw.decode("utf-8", "replace"), "", 0, 0
-    decode = json.JSONDecoder(strict=False).raw_decode
-    while found := BODY_TOKEN.match(text, at):
-        token, at = found[1], found.end()
-        if token == '"':
-            value, at = decode(text, at - 1)
-            start, line = 0, line + token
-            while (end := value.find("\n", start)) >= 0:
-                yield line + shortened(value[start:end])
-                start, line = end + 1, ""
-            line += shortened(value[start:]) + token
+def difference(before: list[Segment], after: list[Segment]) -> list[str]:
+    """A unified diff of two prompts, segment by segment."""
+    found = list[str]()
+    was, now = ([text for _, text in prompt] for prompt in (before, after))
+    for tag, low, high, new_low, new_high in difflib.SequenceMatcher(None, was, now).get_opcodes():
+        if tag == "equal":
             continue
-        if token in "]}":
-            if line.strip():
-                yield line
-            depth -= 1
-            line = " " * min(depth, 50)
-        line += ": " if token == ":" else token
-        if token in ",[{":
-            yield line
-            depth += token != ","
-            line = " " * min(depth, 50)
-    yield line
-
-
-def shortened(line: str) -> str:
-    """A long line's beginning; the hash tells lines apart that differ further on."""
-    if len(line) <= DIFF_COLUMNS:
-        return line
-    return f"{line[:DIFF_COLUMNS]}... ({len(line):,} characters, hash {hash(line) & 0xFFFF:04x})"
-
-
-def hashed_lines(raw: bytes | bytearray) -> array.array[int]:
-    """Four bytes for each line of a JSON text, for finding those that differ."""
-    return array.array("I", (hash(line) & 0xFFFFFFFF for line in json_lines(raw)))
-
-
-def difference(before: bytes | bytearray, after: bytes | bytearray) -> tuple[list[str], str]:
-    """What differs between two JSON texts, as a unified diff, and a note of what is left out.
-
-    A prompt is edited at both ends. With too many lines from the first change to the last, as many
-    at each end are compared."""
-    if max(len(before), len(after)) > DIFF_BYTES:
-        return [], "the bodies are too long for a diff"
-    old, new = map(hashed_lines, (before, after))
-    start = common_prefix(old, new)
-    same = common_prefix(old[start:][::-1], new[start:][::-1])
-    if start == len(old) == len(new):
-        return [], ""
-    start, same = max(0, start - 2), max(0, same - 2)  # with the lines around them
-    skipped = max(0, max(len(old), len(new)) - start - same - DIFF_LINES)
-    windows, lines = list[list[range]](), list[dict[int, str]]()
-    for raw, length in ((before, len(old)), (after, len(new))):
-        stop, cut = length - same, start + DIFF_LINES // 2
-        parts = [range(start, min(cut, stop)), range(max(cut, stop - DIFF_LINES // 2), stop)]
-        windows.append(parts if skipped else [range(start, stop)])
-        spelled = enumerate(json_lines(raw))
-        lines.append({at: line for at, line in spelled if any(at in part for part in windows[-1])})
-    told = ["--- received", "+++ forwarded"]
-    for a, b in zip(*windows, strict=True):
-        matcher = difflib.SequenceMatcher(None, old[a.start : a.stop], new[b.start : b.stop])
-        for group in matcher.get_grouped_opcodes(2):
-            rows = list[str]()
-            for tag, low, high, new_low, new_high in group:
-                at_cut = 0 in (low, new_low) or high == len(a) or new_high == len(b)
-                if skipped and at_cut and tag in ("insert", "delete"):
-                    continue  # their partners are among the lines that are skipped
-                rows += ((" " if tag == "equal" else "-") + lines[0][at] for at in a[low:high])
-                rows += ("+" + lines[1][at] for at in b[new_low:new_high] if tag != "equal")
-            if any(row[0] != " " for row in rows):
-                first, new_first = a[group[0][1]], b[group[0][3]]
-                told += [f"@@ -{first + 1} +{new_first + 1} @@", *rows]
-    return told, f"{skipped:,} lines in the middle are not compared" if skipped else ""
-
-
-def clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
+        names = [name for name, _ in (*before[low:high], *after[new_low:new_high])]
+        old = [line for text in was[low:high] for line in text.split("\n")]
+        new = [line for text in now[new_low:new_high] for line in text.split("\n")]
+        if max(len(old), len(new)) > DIFF_LINES:
+            found.append(f"{names[0]}: too long for a diff")
+        else:
+            found += difflib.unified_diff(old, new, names[0], names[-1], n=2, lineterm="")
+    return found
 
 
 def counted(number: int, noun: str) -> str:
@@ -6254,8 +5767,7 @@ def duration(seconds: float) -> str:
 
 # --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
 
-WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line", "again", "with",
-         "its")  # fmt: skip
+WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line")
 
 
 def filler(count: int, seed: int) -> str:
@@ -6263,36 +5775,30 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[Json]:
+def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
     cache. Raises OSError, ValueError or HTTPException."""
-    rows: list[Json] = []
-    history: list[Json] = []
+    rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server, key = urllib.parse.urlsplit(url), os.environ.get("API_KEY", "")
+    server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", **bearer(key)}
+    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
     for turn in range(1, args.turns + 1):
-        ident = str(uuid.uuid4())
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
-        block = json.dumps({**meta, "sender_id": "user-1"}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{block}\n```\n"
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
         system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        info = json.dumps({"message_id": ident, "sender": "user-1"}, indent=2)
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        question = f"{stamp} Question {turn}: {filler(20, turn)}"
-        text = f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n{question}"
-        history.append({"role": "user", "content": text})
-        body: Json = {
-            "model": "local",
-            "messages": [{"role": "system", "content": system}, *history],
-        }
-        body |= {"stream": True, "max_tokens": 16, "temperature": 0}
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        messages = [{"role": "system", "content": system}, *turns]
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
-            connection.request("POST", target, dump(body), headers)
+            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
             response = connection.getresponse()
             data = response.read1(65536)
             first = 1000 * (time.monotonic() - started)
@@ -6300,19 +5806,32 @@ def play(name: str, url: str, args: argparse.Namespace, timeout: float) -> list[
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        history.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
         usage = usage_of(data)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
-        if args.command == "bench" and not args.json:
-            print(f"  {name}, turn {turn} of {args.turns}: {ms:,.0f} ms")
+        if not args.json:
+            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
+            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
     return rows
 
 
-def compare(args: argparse.Namespace, config: Config) -> None:
+BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
+BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
+through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
+first should{2}.
+"""
+
+
+def compare(args: Words, config: Config, name: str) -> None:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
-    print both runs."""
+    tell of both runs. Raises what play() raises."""
+    if not args.json:
+        total = args.tokens * (args.turns + 1)
+        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
+        print(BENCH.format(args, name, long if args.command == "bench" else ""))
+        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
@@ -6323,17 +5842,7 @@ def compare(args: argparse.Namespace, config: Config) -> None:
     if args.json:
         runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
         print(json.dumps({**runs, "ratio": ratio}))
-        return
-    columns = ("prompt", "read", "reused", "ms")
-    heads = f"{'turn':>5} | " + " | ".join([" ".join(f"{name:>8}" for name in columns)] * 2)
-    print(f"\n{'':5} | {'straight':^35} | {'through kvproxy':^35}\n{heads}\n{'-' * len(heads)}")
-    for turn, pair in enumerate(zip(straight, through, strict=True), 1):
-        line = f"{turn:>5}"
-        for row in pair:
-            cells = ("-" if row[name] is None else f"{row[name]:,.0f}" for name in columns)
-            line += " | " + " ".join(f"{cell:>8}" for cell in cells)
-        print(line)
-    if ratio is not None:
+    elif ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
@@ -6342,56 +5851,41 @@ class SimulatedServer(BaseHTTPRequestHandler):
     at MS a word."""
 
     MS = 0.02
-    slot = ""  # of the class
+    slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in body["messages"])
-        cached = len(prompt[: common_prefix(self.slot, prompt)].split())
-        read = max(1, len(prompt.split()) - cached)
-        SimulatedServer.slot = prompt
-        time.sleep(read * self.MS / 1000)
-        timings = {"cache_n": cached, "prompt_n": read, "prompt_ms": read * self.MS}
-        answer = {"choices": [{"index": 0, "delta": {"content": "Noted, thanks."}}]}
-        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": timings}
+        words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
+        cached = min(common_prefix(self.slot, words), len(words) - 1)
+        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        time.sleep(ms / 1000)
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
+        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for event in (dump(answer), dump(end), b"[DONE]"):
-            self.wfile.write(b"data: " + event + b"\n\n")
+        event = dump({"choices": [choice], "timings": timings})
+        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-DEMO = f"""An OpenClaw-shaped conversation. The server is SIMULATED: it counts words as tokens
-and takes {SimulatedServer.MS:g} ms for each that it has to read. The proxy is the real one."""
-
-
-def command_demo(args: argparse.Namespace, config: Config) -> int:
+def command_demo(args: Words, config: Config) -> int:
     """Play a conversation against a simulated server, straight and through a real proxy."""
-    if not args.json:
-        print(DEMO)
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            compare(args, Config(backend_url=f"http://127.0.0.1:{server.server_address[1]}"))
+            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  BACKEND_URL=http://127.0.0.1:8080 python kvproxy.py bench")
+        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
     return 0
 
 
-BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {url}, first straight, then
-through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should: {total:,} tokens.
-That takes {time} on a server that reads 400 tokens a second.
-"""
-
-
-def command_bench(args: argparse.Namespace, config: Config) -> int:
+def command_bench(args: Words, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
     backend = Backend(config)
     try:
@@ -6401,22 +5895,15 @@ def command_bench(args: argparse.Namespace, config: Config) -> int:
         told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
         print(told, file=sys.stderr)
         return 1
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        print(BENCH.format(args, url=url, total=total, time=duration(total / 400)))
     try:
-        compare(args, dataclasses.replace(config, backend_url=url))
+        compare(args, dataclasses.replace(config, backend_url=url), url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-ONE_SLOT = """One slot: a title or sub-agent request takes it, and the conversation must come back from the
-host cache (leave --cache-ram on). -np 2 gives such requests a slot, and takes memory for its context."""
-
-
-def command_check(args: argparse.Namespace, config: Config) -> int:
+def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
     backend.key = os.environ.get("API_KEY", "")
@@ -6430,24 +5917,19 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
         wants_key = "key" in found["state"]
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
-    status, rows = backend.ask("/slots")
-    advice = []
-    if status != 200 or not isinstance(rows, list):
-        wants_key = status in (401, 403)
-        reason = "it wants an API key for that (API_KEY)" if wants_key else "it has no /slots"
-        print(f"prompt cache: the server does not tell, {reason};")
-        print("a run of `python kvproxy.py bench` shows it")
-    elif any(members(members(row).get("params")).get("cache_prompt") is False for row in rows):
-        advice.append("cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused.")
-    else:
-        print("prompt cache: on, as far as /slots tells")
+    slots, context = backend.ask("/slots")[1], found.get("context")
+    told = []
+    if not isinstance(slots, list):
+        told.append("no slots")
+    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
+        told.append("no cache")
     if found.get("slots") == 1:
-        advice.append(ONE_SLOT)
-    if isinstance(context := found.get("context"), int) and context < 32768:
-        few = f"{context:,} tokens of context a slot is less than agents send (16,000-60,000)"
-        advice.append(f"{few}: raise -c or lower -np.")
-    for line in advice:
-        print(textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  "))
+        told.append("one for all")
+    if isinstance(context, int) and context < 32768:
+        told.append("short context")
+    for name in told or ["no fault"]:
+        text = ADVICE[name].format(context=context)
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
 
@@ -6456,7 +5938,7 @@ def command_check(args: argparse.Namespace, config: Config) -> int:
 LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (row.split(None, 1) for row in r"""
-slot    slot by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)
+slot    by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.*f_keep = (?P<keep>[\d.]+))?
 slot    selected slot by (?P<lru>LRU)
 slot    slot is processing (?P<begins>task)
 prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
@@ -6466,117 +5948,83 @@ cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
 eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-cancel  cancel task, id_task = (?P<task>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
-LOG_KEEP = re.compile(r"\bf_keep = ([\d.]+)")
-LOG_SLOT = re.compile(
-    r"(?:\bid +|slot )(\d+) ?(?:\||:)(?: *task +(\d+))?|id_slot=(\d+) id_task=(\d+)"
-)
+LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
-LOG_TYPES = {"sim": float, "ms": float, "lru": str, "forced": str, "begins": str}  # others: int
-LOG_CAUSES = {
-    "no similar slot": "no slot held a similar prompt",
-    "low similarity": "little in common with what the slot held",
-    "not all kept": "the slot held a similar prompt, but most was read again",
-    "slot cut": "a part of what the slot held was thrown away",
-}
+LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_LEGEND = (
-    "prompt, read: tokens, and how many of them the server read (~: not reported, estimated from"
-    " the text); sim: the share of the prompt that an earlier one began with; keep: the share of"
-    " the slot's old content that stayed."
+INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+INSPECT_END = (
+    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an earlier"
+    " one began with; keep: share of the slot's old content that stayed."
 )
 STRAIGHT = (
     "If these requests did not come through kvproxy, put it in front of the server first: it cures"
-    " most of this, and says of the rest what it is. With CAPTURE_FILE it writes what `inspect`"
-    " reads best."
+    " most of this, and says of the rest what it is."
 )
 # None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
-INSPECT_ROW: Json = {
-    **dict.fromkeys(("name", "tokens", "read", "sim", "keep", "ms", "what", "cured")),
-    "estimated": False,
-    "cause": "",
-    "cure": "",
-}
+INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
+INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 
 
-def command_inspect(args: argparse.Namespace, config: Config) -> int:
+def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
         print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
         return 1
-    findings: dict[str, Json] = {}
-    number, reader = 0, LogReader(config)  # number: of the last row
+    number, reader, findings = 0, LogReader(config), dict[str, Json]()
+    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
+        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
-        for number, row in enumerate(inspect_rows(file, reader), 1):
-            if args.json:
-                print("," * (number > 1) + visible(json.dumps(row)))
-            else:
-                print((INSPECT_HEAD + "\n") * (number == 1) + inspect_line(number, row))
-            if cause := row["cause"]:
-                new = {"cause": cause, "requests": 0, "tokens": 0, "cured": 0}
+        for number, row in enumerate(reader.rows(file), 1):
+            print(begin * (number == 1) + line(number, row))
+            if row["cause"]:
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
                 new |= {"example": row["what"], "cure": row["cure"]}
-                found = findings.setdefault(cause, new)
+                found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        found["advice"] = inspect_advice(found, config)
+        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
+        text = found.pop("cure") or advice(cause, config)
+        cured = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
+        found["advice"] = f"{cured}{text[0].upper()}{text[1:]}."
+        if found["cured"] == found["requests"]:
+            found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
     if not number:
         print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    lines = ["", INSPECT_LEGEND, "", "Findings, most tokens wasted first:"]
-    if not told:
-        lines[-1] = "Nothing was wasted."
-    elif not reader.ledger.count:
-        lines.append(STRAIGHT)
+    lines = ["Findings, most tokens wasted first:"] if told else ["Nothing was wasted."]
+    lines += [STRAIGHT] * (bool(told) and not reader.ledger.count)
     for found in told:
         waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
         lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
-    for line in lines:
-        print(textwrap.fill(line, 110, subsequent_indent="  " * line.startswith("- ")))
+    for text in ("", INSPECT_END, "", *lines):
+        print(textwrap.fill(text, 110, subsequent_indent="  " * text.startswith("- ")))
     return 0
 
 
-def inspect_rows(file: Any, reader: LogReader) -> Iterator[Json]:
-    """The rows of a file, one by one."""
-    lines = file
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's > and tee
-        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
-    while line := lines.readline(PARSE_LIMIT):
-        yield from reader.line(line)
-    yield from reader.end()
-
-
-def inspect_line(number: int, row: Json) -> str:
-    mark = "~" if row["estimated"] else ""
-    shapes = {"tokens": mark + "{:,}", "read": mark + "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
-    told = ["-" if row[key] is None else text.format(row[key]) for key, text in shapes.items()]
-    return INSPECT_LINE.format(number, visible(row["name"][:28]), *told, visible(row["what"]))
-
-
-def inspect_advice(found: Json, config: Config) -> str:
-    """What to do about a finding."""
-    if found["cured"] == found["requests"]:
-        return "kvproxy cures this: nothing to do but to send the requests through it."
-    told = found.pop("cure") or advice(re.split(r",| \w+, | taken| put", found["cause"])[0], config)
-    some = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-    return f"{some}{told[0].upper()}{told[1:]}."
+def in_columns(number: int, row: Json) -> str:
+    cells = (shape.format(row[key]) if row[key] is not None else "-"
+             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    name = row["name"][:27] + "~" * row["estimated"]
+    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
 
 
 class LogReader:
-    """Reads a capture or a server log line by line; a row per request comes out when it is
+    """Reads a capture or a server's log line by line; a row per request comes out when it is
     complete."""
 
     def __init__(self, config: Config) -> None:
@@ -6588,6 +6036,15 @@ class LogReader:
         self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
         self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
         self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+
+    def rows(self, file: Any) -> Iterator[Json]:
+        """The rows of a file, one by one."""
+        lines = file
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's >
+            lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+        while line := lines.readline(PARSE_LIMIT):
+            yield from self.line(line)
+        yield from self.end()
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes; none for a line of anything else."""
@@ -6621,23 +6078,23 @@ class LogReader:
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
         if estimated := usage.read() is None:
-            usage.prompt = prompt.length() // 4
+            usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
         else:
             settle(case, usage, self.config)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.cure(view, headers).name == "extended" and changed
+        cured = self.as_sent(view, headers).name == "extended" and changed
         verdict.cure = cure_of(case, self.config) if changed and not cured else ""
         line = verdict.line()
-        found.update(what=verdict.title() + (f": {line}" if line else ""), ms=usage.prompt_ms)
-        found.update(sim=round(verdict.share, 3), estimated=estimated)
-        found.update(tokens=usage.prompt, read=usage.read())
+        found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
+        found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
+        found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found.update(cause=cause_of(verdict), cured=cured)
+            found |= {"cause": cause_of(verdict), "cured": cured}
             found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
         return [found]
 
-    def cure(self, view: View, headers: Mapping[str, str]) -> Verdict:
+    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
         """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
         trace = self.editor.apply(view, Report())
         if trace.record is not None:
@@ -6650,9 +6107,8 @@ class LogReader:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
         router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = router[1] if router else ""
-        number = (found[2] or found[4]) if found else None
         if found:
-            self.slots[port] = found[1] or found[3]
+            self.slots[port] = found[1] or found[2]
         slot = port, self.slots.get(port, "?")
         hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
         name, match = next(hits, ("", None))
@@ -6660,27 +6116,20 @@ class LogReader:
             return []
         if name == "start":
             return self.end(port)
-        if name == "cancel":
-            ended = [at for at, task in self.tasks.items() if task.get("task") == match["task"]]
-            return [self.close(at, ", cancelled") for at in ended if at[0] == port]
-        task, done = self.tasks.get(slot, {}), []
-        known = "tokens" in task
-        if name == "slot" or (known and name in ("prompt", "counts")):  # the next task begins
-            done = [self.close(slot)] if known else []
-            task = {key: task[key] for key in ("sim", "keep", "lru") if key in task and not known}
+        task, done = self.tasks.setdefault(slot, {}), []
+        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
+            done, task = [self.close(slot)], {}
+        elif name == "slot":
+            task.clear()
         self.tasks[slot] = task
-        if number:
-            task["task"] = number
         for key, value in match.groupdict().items():
             if value and (name == "eval" or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "slot" and (keep := LOG_KEEP.search(text)):
-            task["keep"] = float(keep[1])
         if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
         return [*done, self.close(slot)] if name == "eval" else done
 
-    def close(self, slot: tuple[str, str], suffix: str = "") -> Json:
+    def close(self, slot: tuple[str, str]) -> Json:
         """The row of a slot's task."""
         task, port = self.tasks.pop(slot), slot[0]
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
@@ -6696,15 +6145,14 @@ class LogReader:
         elif mostly and low and size > 2 * longest:
             what = "first prompt of its length"
         elif mostly:
-            cause = (
-                "no similar slot" if sim is None else "low similarity" if low else "not all kept"
-            )
+            cause = "low similarity" if low else "not all kept"
+            cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             cause = "slot cut"
-        what = LOG_CAUSES.get(cause, what)
+        what = cause if cause and cause != "full re-processing" else what
         row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
         row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what + suffix}
+        return row | {"cause": cause, "what": what}
 
     def end(self, port: str | None = None) -> list[Json]:
         """The rows of tasks that no line will end: the log stops here, or the server at a port was
@@ -6721,21 +6169,19 @@ def cause_of(verdict: Verdict) -> str:
     changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
-    if verdict.kind == "reasoning":
-        return "turns, whose reasoning is no longer sent"
-    place = "turn" if verdict.where.startswith("turn ") else verdict.where
-    if verdict.kind in ("taken out", "put in"):
-        start = re.sub(r"\d+", "#", (verdict.before or verdict.after)[:40])
-        return f"{place} {verdict.kind}: {start!r}"
-    label = verdict.before[: common_prefix(verdict.before, verdict.after)]
-    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", label))[-24:].strip()
-    return f"{place}, {verdict.kind}" + (f" after {label!r}" if re.search(r"\w", label) else "")
+    text = verdict.before or verdict.after
+    if verdict.before and verdict.after:
+        text = text[: common_prefix(verdict.before, verdict.after)]
+    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
+    label = label if verdict.where != "tools" else ""
+    place = "turn" if verdict.where.startswith("turn") else verdict.where
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def command_serve(args: argparse.Namespace, config: Config) -> int:
+def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
@@ -6744,9 +6190,8 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
     try:
         proxy.start()
     except OSError as error:
-        where = f"Port {config.listen_port} on {config.listen_host}"
-        why = error.strerror or error
-        print(f"{where} cannot be used: {why}. {taken_by(config)}", file=sys.stderr)
+        why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
+        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
         return 1
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
@@ -6760,8 +6205,8 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
-            advice = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} It is looked for again when requests come."
-            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), advice)
+            told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
+            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
         while True:
             time.sleep(0.5)  # Windows runs the SIGBREAK handler between sleeps only
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
@@ -6772,8 +6217,7 @@ def command_serve(args: argparse.Namespace, config: Config) -> int:
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = f"http://[{host}]" if ":" in host else f"http://{host}"
-    url += f":{config.listen_port}"
+    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
     there = urllib.parse.urlsplit(url)
     if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
@@ -6785,99 +6229,90 @@ def taken_by(config: Config) -> str:
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
-def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The settings among a command line's words (NAME=value), and the other words. Raises
-    ConfigError for a word that is neither setting nor command nor option."""
-    settings, others = {}, []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and is_setting(name.upper()):
-            settings[name.upper()] = value
-        elif equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
-            raise ConfigError(f"{name} is no setting{nearest(name)}")
-        else:
-            others.append(word)
-    for word in others:
-        option, _, value = word.partition("=")
-        if option.startswith("--") and not any(known.startswith(option) for known in OPTIONS):
-            raise ConfigError(f"{option} is no option{nearest(option)}")
-    if others and not others[0].startswith("-") and others[0] not in COMMANDS:
-        raise ConfigError(f"{others[0]!r} is no command and no setting{nearest(others[0])}")
-    return settings, others
-
-
-def nearest(word: str) -> str:
-    """The command or setting that a word is most like, as the end of a sentence."""
-    if "://" in word or BARE_URL.fullmatch(word):
-        return f"; write BACKEND_URL={word}"
-    name = word.strip("-").replace("-", "_").upper()
-    settings = [item.name.upper() for item in dataclasses.fields(Config)]
-    found = [setting for setting in settings if name == setting or name in setting.split("_")]
-    if not found:
-        close = difflib.get_close_matches(name, [*settings, *map(str.upper, COMMANDS)], 2)
-        found = [other.lower() if other.lower() in COMMANDS else other for other in close]
-    told = " or ".join(other if other in COMMANDS else other + "=..." for other in found[:3])
-    return (f"; nearest: {told}" if told else "") + "; --help lists all"
-
-
-OPTIONS = ("--help", "--version", "--json", "--tokens", "--turns")
-
-
-ABOUT = """Makes llama-server's prefix cache hit for agents that put clocks and ids in front of their
-prompts."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvproxy: {message}; --help tells what there is\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    lines = ["settings (environment variables, or words: LISTEN_PORT=1235):"]
-    for name, default, text in Config.table():
-        first = f"  {name:18} {text}" + (f" [{default}]" if default else "")
-        lines.append(textwrap.fill(first, width, subsequent_indent=" " * 21))
-    parser = Parser(
-        prog="kvproxy.py",
-        usage="%(prog)s [NAME=VALUE ...] [COMMAND] ...",
-        description=textwrap.fill(ABOUT, width),
-        epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    parser.set_defaults(run=command_serve)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="kvproxy.py")
-    for name, (run, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run, tokens=6000 if name == "demo" else 16000, turns=5)
-        if name == "inspect":
-            command.add_argument("file", metavar="FILE", help="- reads stdin")
-        if name in ("demo", "bench"):
-            lengths = {"--tokens": "length of the prompt", "--turns": "turns of the conversation"}
-            for option, meaning in lengths.items():
-                command.add_argument(option, type=positive, help=meaning + " [%(default)s]")
-        if name in ("demo", "bench", "inspect"):
-            command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
 COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
     "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
     "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - reads stdin"),
     "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
+}
+OPTIONS = {
+    "--json": "demo, bench and inspect print JSON",
+    "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
+    "--turns": "demo and bench: turns of the conversation [5]",
+    "--version": "print the version",
+    "--help": "print this",
 }
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+@dataclasses.dataclass
+class Words:
+    """A command line."""
+
+    command: str = ""
+    file: str = ""
+    tokens: int = 0
+    turns: int = 5
+    json: bool = False
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read_words(words: Iterable[str]) -> Words:
+    """The words of a command line, in any order. Raises ConfigError for one that means nothing."""
+    args, left = Words(), iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if equals and setting_of(name.upper()):
+            args.settings[name.upper()] = value
+        elif name in ("--tokens", "--turns"):
+            value = value if equals else next(left, "")
+            if not re.fullmatch("[1-9][0-9]{,8}", value):
+                raise ConfigError(f"{name}: must be at least 1")
+            setattr(args, name[2:], int(value))
+        elif word == "--json":
+            args.json = True
+        elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
+            args.command = word
+        elif args.command == "inspect" and not args.file and not word.startswith("--"):
+            args.file = word
+        else:
+            raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
+    if args.command == "inspect" and not args.file:
+        raise ConfigError("inspect needs a FILE; - reads stdin")
+    args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
+    return args
+
+
+def nearest(word: str) -> str:
+    """The command or setting that a word is most like, as the end of a sentence."""
+    if ":" in word:
+        return f"; write BACKEND_URL={word}"
+    name = word.strip("-").replace("-", "_").upper()
+    names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
+    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    names |= {command.upper(): command for command in COMMANDS}
+    found = found or difflib.get_close_matches(name, names, 2)
+    told = " or ".join(names[one] for one in found)
+    return (f"; nearest: {told}" if told else "") + "; --help lists all"
+
+
+def usage_text() -> str:
+    """What --help prints."""
+    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    settings = {}
+    for name, default, text in Config.table():
+        settings[name] = text + (f" [{default}]" if default else "")
+    parts = {
+        "commands": {name: text for name, (_, text) in COMMANDS.items()},
+        "options": OPTIONS,
+        "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
+    }
+    lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
+    for title, rows in parts.items():
+        lines += ["", title + ":"]
+        for name, text in rows.items():
+            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -6886,9 +6321,12 @@ def main(argv: list[str] | None = None) -> int:
         # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        settings, words = read_words(sys.argv[1:] if argv is None else argv)
-        args = build_parser().parse_args(words)
-        return int(args.run(args, Config.from_env({**os.environ, **settings})))
+        args = read_words(sys.argv[1:] if argv is None else argv)
+        if args.command.startswith("-"):
+            print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
+            return 0
+        run = COMMANDS[args.command or "serve"][0]
+        return run(args, Config.from_env({**os.environ, **args.settings}))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

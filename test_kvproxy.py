@@ -766,26 +766,25 @@ def config_bad_values() -> Iterator[tuple[str, str, str]]:
     """(variable, value, part of the message): at least one bad value for every setting that has
     any."""
     for name, field in CONFIG_FIELDS.items():
-        check, variable = field.metadata, name.upper()
+        span = choices = field.metadata["allowed"]
+        variable = name.upper()
         if isinstance(field.default, bool):
             yield from (
                 (variable, value, "must be 0 or 1") for value in ("2", "maybe", "1.0", "0 1")
             )
-        elif "low" in check:
-            allowed = f"must be from {check['low']} to {check['high']}"
-            yield from (
-                (variable, str(value), allowed) for value in (check["low"] - 1, check["high"] + 1)
-            )
+        elif span and not isinstance(field.default, str):
+            allowed = f"must be from {span[0]} to {span[1]}"
+            yield from ((variable, str(value), allowed) for value in (span[0] - 1, span[1] + 1))
             kind = "a whole number" if isinstance(field.default, int) else "a number"
             yield from ((variable, value, f"must be {kind}") for value in ("much", "0x10", "1,5"))
             if isinstance(field.default, float):
                 yield from ((variable, value, allowed) for value in ("nan", "inf", "-inf", "1e400"))
-        elif "choices" in check:
-            yield variable, "some", "must be one of " + ", ".join(check["choices"])
-        elif check.get("kind") == "regex":
+        elif choices:
+            yield variable, "some", "must be one of " + ", ".join(choices)
+        elif field.default == ():
             for number in ("", "_2", "_07"):
                 for pattern in ("[", "(a", "*", "a{2,1}", "(?P<n>a)(?P<n>b)", "\\", "a\n["):
-                    yield variable + number, pattern, "must be a Python regular expression: "
+                    yield variable + number, pattern, " position "
     for url in (
         "localhost", "127.0.0.1", ":8080", "ftp://host", "http://", "http://:8080", "http://host:0", "http://host:99999",
         "http://host:port", "http://a b", "http://host/a b", "http://host?key=1", "http://host/#top", "http://u:p@host",
@@ -815,7 +814,12 @@ def test_config_bad_setting_is_named() -> None:
             Config.from_env({name: value, "PATH": "/bin"})
         except kvproxy.ConfigError as error:
             told = str(error)
-        assert told.startswith(f"{name}={value!r}: ") and allowed in told, (name, value, told)
+        setting = re.sub("_[0-9]+$", "", name)
+        assert told.startswith(setting + "=") and repr(value) in told and allowed in told, told
+            name,
+            value,
+            told,
+        )
         assert "\n" not in told
 
 
@@ -847,7 +851,7 @@ def test_config_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -
 @pytest.mark.parametrize(
     "wrong",
     [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
-     {"listen_port": "80"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
+     {"listen_port": "x"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
 )  # fmt: skip
 def test_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
     with pytest.raises(kvproxy.ConfigError) as caught:
@@ -918,18 +922,15 @@ def test_config_table_tells_every_setting() -> None:
 def test_config_help_and_version(capsys: Capsys, monkeypatch: Patch) -> None:
     """Both work even with a setting that is wrong: that is when help is needed."""
     monkeypatch.setenv("LISTEN_PORT", "wrong")
-    with pytest.raises(SystemExit) as left:
-        kvproxy.main(["--help"])
+    assert kvproxy.main(["--help"]) == 0
     shown = capsys.readouterr()
-    assert left.value.code == 0 and shown.err == ""
+    assert shown.err == ""
     for name, default, _ in Config.table():
         entry = re.search(rf"^  {name} .*(?:\n {{21}}.*)*", shown.out, re.MULTILINE)
         assert entry and (not default or f"[{default}]" in entry.group()), name
     for command in ("serve", "demo", "bench", "inspect", "check"):
         assert re.search(rf"^ +{command} ", shown.out, re.MULTILINE)
-    with pytest.raises(SystemExit) as left:
-        kvproxy.main(["--version"])
-    assert left.value.code == 0
+    assert kvproxy.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvproxy {kvproxy.__version__}\n"
 
 
@@ -940,7 +941,11 @@ def test_config_bad_value_stops_every_command(
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and "STRIP_REGEX_2='('" in shown.err
+    assert (
+        shown.out == ""
+        and shown.err.count("\n") == 1
+        and "STRIP_REGEX=('(',): missing )" in shown.err
+    )
 
 
 def test_config_bad_value_as_a_user_sees_it() -> None:
@@ -997,16 +1002,16 @@ def test_config_backend_without_http(text: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--port", "1235"], "--port is no option; nearest: LISTEN_PORT=...;"),
+        (["--port", "1235"], "--port is no command, setting or option; nearest: LISTEN_PORT=...;"),
         (["--listen-port=1235"], "nearest: LISTEN_PORT=...;"),
         (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
         (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
         (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
-        (["serv"], "'serv' is no command and no setting; nearest: serve;"),
+        (["serv"], "serv is no command, setting or option; nearest: serve;"),
         (["inspekt", "file"], "nearest: inspect;"),
-        (["LISTEN_PROT=1"], "LISTEN_PROT is no setting; nearest: LISTEN_PORT=..."),
+        (["LISTEN_PROT=1"], "nearest: LISTEN_PORT=..."),
         (["demo", "LISTENPORT=1"], "nearest: LISTEN_PORT=..."),
-        (["XYZZY=1"], "XYZZY is no setting; --help"),
+        (["XYZZY=1"], "XYZZY is no command, setting or option; --help"),
         (["LISTEN_PORT=x"], "LISTEN_PORT='x': must be a whole number"),
         (["serve", "more"], "more"),
         (["inspect"], "FILE"),
@@ -1075,8 +1080,7 @@ def test_config_script_metadata() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 100, 200])
 def test_config_help_fits_the_terminal(columns: int, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        kvproxy.main(["--help"])
+    assert kvproxy.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= max(70, min(columns, 118))
 
@@ -1424,8 +1428,8 @@ def test_scrub_stamp_of_other_clients_stays() -> None:
         ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
         ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
         ([("system", claw_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 1),
-        ([("user", rp_before("x")), ("assistant", "b"), hello], 1),
+        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
+        ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
     ):
         assert scrubbed(body_of("messages", *turns), "messages")[1].ts_removed == removed, turns
 
@@ -1475,8 +1479,6 @@ SCRUB_KEPT_USER = (
     claw_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
     claw_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
-    f'{INFO}\n```json\n{{"message_id": "1", "a": 1\n```\nbroken JSON',
-    f'{INFO}\n```json\n{{"message_id": "1"}} and more\n```\n\nbroken JSON',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
     claw_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
     claw_block(INFO, '{"message_id": "1"}') + "hi",
@@ -1497,8 +1499,9 @@ def test_scrub_user_text_is_kept(text: str) -> None:
 
 
 def test_scrub_responses_input_string() -> None:
-    body = {"input": claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."}
-    assert scrubbed(body, None)[0] == {"input": claw_block(INFO, {"a": 1}) + "Hello."}
+    text = claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
+    left = {"instructions": CLAW, "input": claw_block(INFO, {"a": 1}) + "Hello."}
+    assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
 
 
 @pytest.mark.parametrize(
@@ -1523,9 +1526,8 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
                 members.insert(position, (key, "e6d298e0"))
                 text = claw_block(label, dict(members), indent) + "Hello."
                 result, report = scrubbed(body_of("chat", ("user", text)), "chat")
-                assert result == body_of(
-                    "chat", ("user", claw_block(label, rest, indent) + "Hello.")
-                )
+                left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
+                assert left == claw_block(label, rest, indent) + "Hello."
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
 
@@ -1535,13 +1537,19 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
     """The same value as the id's own, before it, after it, nested, and in the block of the system
     prompt."""
     for value in SCRUB_VALUES:
+        name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
         rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
-        ided = {"before": value, "message_id": value, "nested": {"list": [value, {"message_id": value, "deep": value}]},
-                "reply_to_id": value, "after": value, "message_id_full": value}  # fmt: skip
-        head = {"flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-                "chat_id": value, "sender_id": value, "tail": value}  # fmt: skip
-        inbound = {"message_id": value, "flags": {"history_count": value}, "schema": "openclaw.inbound_meta.v1",
-                   "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": value}  # fmt: skip
+        ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
+                "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
+        schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
+        head = {
+            "flags": {"history_count": value},
+            "chat_id": value,
+            "sender_id": value,
+            "tail": value,
+        }
+        inbound = {"message_id": name, "flags": {"history_count": value},
+                   "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": name}  # fmt: skip
         for first, second in (
             (ided, inbound),
             (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
@@ -1549,9 +1557,9 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
             turned = first is not ided
             left = dict(reversed(rest.items())) if turned else rest
             meta = dict(reversed(head.items())) if turned else head
-            body = body_of(dialect, ("system", claw_block("Meta", second, indent)),
+            body = body_of(dialect, ("system", claw_block("Meta", schema | second, indent)),
                               ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
-            wanted = body_of(dialect, ("system", claw_block("Meta", meta, indent)),
+            wanted = body_of(dialect, ("system", claw_block("Meta", schema | meta, indent)),
                                 ("user", claw_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
             result, report = scrubbed(body, dialect)
             assert result == wanted, value
@@ -1559,7 +1567,7 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_scrub_json_members_equal_parsing(seed: int) -> None:
+def test_scrub_members_equal_parsing(seed: int) -> None:
     """On random JSON in random layouts: the same as parse, delete, write; and nothing else of the
     text changes."""
     dice = random.Random(seed)
@@ -1574,53 +1582,22 @@ def test_scrub_json_members_equal_parsing(seed: int) -> None:
             ["a", 'q"', "{", "x y", "", "\\", "message_id", "reply_to_id", "\u00e9", "message_id "],
             dice.randrange(6),
         )
-        return {name: value(depth - 1) for name in names}
+        return {name: value(0 if name in SCRUB_IDS else depth - 1) for name in names}
 
     def pruned(found: Any) -> Any:
         if isinstance(found, list):
             return [pruned(entry) for entry in found]
         if isinstance(found, dict):
-            return {
-                name: pruned(entry) for name, entry in found.items() if name not in kvproxy.ID_KEYS
-            }
+            return {name: pruned(entry) for name, entry in found.items() if name not in SCRUB_IDS}
         return found
 
     for _ in range(20):
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        end, members = kvproxy.json_members(text, 7, kvproxy.ID_KEYS)
-        left = kvproxy.without(text, kvproxy.with_commas(text, members))
+        left = kvproxy.without(text, kvproxy.member_spans(text, kvproxy.IDS, 7, len(text)))
+        left = re.sub(r"{\s+}", "{}", left)
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
-        assert text[end:] == " after }]" and members
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[",
-        "{'a': 1}",
-        '{"a": 1',
-        '{"a": [1}',
-        '{"a": "',
-        '{"a": "\n"}',
-        "[[[1]]",
-        '{"a": {"message_id": 1}',
-        "[" * 5000,
-        '{"message_id": "' * 5000,
-    ],
-)
-def test_scrub_json_members_refuse_broken_json(text: str) -> None:
-    assert kvproxy.json_members(text, 0, kvproxy.ID_KEYS) == (-1, [])
-
-
-def test_scrub_json_members_take_any_word_for_a_value() -> None:
-    text = '{"a": {"message_id": yes, "b": no}, "c": [{"message_id": {"x": [maybe]} }], "message_sid": 1.5e+3\n}'
-    end, members = kvproxy.json_members(text, 0, kvproxy.ID_KEYS)
-    assert (end, len(members)) == (len(text), 3)
-    left = kvproxy.without(text, kvproxy.with_commas(text, members))
-    assert left == '{"a": {"b": no}, "c": [{}]\n}'
 
 
 @pytest.mark.parametrize(
@@ -1629,12 +1606,12 @@ def test_scrub_json_members_take_any_word_for_a_value() -> None:
         ('{"a": 1, "message_id": 1, "reply_to_id": 2}', '{"a": 1}'),
         ('{"message_id": 1, "reply_to_id": 2}', "{}"),
         ('{"message_id": 1, "a": 1, "reply_to_id": 2\n}', '{"a": 1\n}'),
-        ('{"a": 1 "message_id": 1 "message_id": 1}', '{"a": 1}'),
+        ('{"a": {"message_id": yes, "b": no}, "message_sid": 1.5e+3\n}', '{"a": {"b": no}\n}'),
     ],
 )
-def test_scrub_json_members_leave_no_comma(before: str, after: str) -> None:
-    _, members = kvproxy.json_members(before, 0, kvproxy.ID_KEYS)
-    assert kvproxy.without(before, kvproxy.with_commas(before, members)) == after
+def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
+    members = kvproxy.member_spans(before, kvproxy.IDS, 0, len(before))
+    assert kvproxy.without(before, members) == after
 
 
 @scrub_forms
@@ -1652,9 +1629,10 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
 
     left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
     for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
-        body = body_of(dialect, ("user", text(ids, chain, stamp, front)), parts=parts)
-        result, report = scrubbed(body, dialect)
-        assert result == body_of(dialect, ("user", text(*left, "", "")), parts=parts)
+        turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
+        result, report = scrubbed(body_of(dialect, *turns, parts=parts), dialect)
+        turns = ("system", CLAW), ("user", text(*left, "", ""))
+        assert result == body_of(dialect, *turns, parts=parts)
         assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
 
 
@@ -1688,8 +1666,8 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
 @pytest.mark.parametrize("version", ["v1", "v2", "v17"])
 @pytest.mark.parametrize("header", SCRUB_INBOUND_HEADERS)
 def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> None:
-    """Under each header, each id in each position, `schema` first or last; the stable keys stay,
-    and so do who speaks and the flags: Lift moves them."""
+    """Under each header, each id in each position behind the schema, or before it with other plain
+    members; the stable keys stay, and so do who speaks and the flags: Lift moves them."""
     schema = {"schema": f"openclaw.inbound_meta.{version}"}
     stable = {
         "chat_id": "c1",
@@ -1704,11 +1682,12 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         ("message_id", "775b2410"),
         ("message_id_full", 1795),
         ("reply_to_id", None),
-        ("message_sid", {"a": ["}"]}),
+        ("message_sid", "}"),
     ]
-    for rest in ({**schema, **stable}, {**stable, **schema}, schema):
+    plain = {"chat_id": "c1", **schema}
+    for rest in ({**schema, **stable}, plain, schema):
         for gone in ([volatile[0]], [volatile[3]], volatile):
-            for position in range(len(rest) + 1):
+            for position in range(2 if rest is plain else 1, len(rest) + 1):
                 members = list(rest.items())
                 members[position:position] = gone
                 body, wanted = (
@@ -1730,6 +1709,10 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         'Set {"message_id": "1"} in the request. "message_id" is a key.',
         '{"schema": "my.inbound_meta.v1", "message_id": "1"}',
         'The block says "openclaw.inbound_meta.v1"; {"message_id": "1"} stands elsewhere.',
+        '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"} without a fence',
+        '```json\n{"about": "openclaw.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"schema": "my.inbound_meta.v1", "message_id": "1"}\n```',
+        '```json\n{"message_id": "1"}\n```\n"schema": "openclaw.inbound_meta.v1"\n```json\n{"message_id": 1}\n```',
         '{"message_id": "1"} and "openclaw.inbound_meta.v1" and {"flags": 1}',
         '{"about": "openclaw.inbound_meta.v1", "message_id": "1"}',
         '{"schema": "x", "message_id": "1"} and "schema": "openclaw.inbound_meta.v1"',
@@ -1750,13 +1733,12 @@ def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None
 
 
 def test_scrub_inbound_among_other_json() -> None:
-    """Several blocks, JSON before and after, a block inside an outer object."""
+    """Several blocks, JSON before and after, and the same in no fence."""
     meta = '{"schema": "openclaw.inbound_meta.v1", "message_id": "1", "a": "{"}'
     left = '{"schema": "openclaw.inbound_meta.v1", "a": "{"}'
     for text in (
-        'Use {"message_id": 1} {\n%s\n} and {"flags": {}}\n%s',
-        '{"outer": %s, "message_id": 5}\n[%s]',
-        "{ %s }}} %s {",
+        'Use {"message_id": 1} {\n```json\n%s\n``` and {"flags": {}}\n```\n%s\n```',
+        '{"outer": 1, "message_id": 5}\n```json\n%s\n```\n```json\n%s\n```\n{"message_id": 5}',
     ):
         body = body_of("messages", ("system", text % (meta, meta)), ("user", "hi"))
         result, report = scrubbed(body, "messages")
@@ -1781,44 +1763,12 @@ def test_scrub_strip_message_ids_modes(
         block = {key: value for key, value in info.items() if key == "a" or not user}
         made = body_of(dialect, ("system", claw_block("Meta", head)),
                           ("user", claw_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
-        if not user:
-            items = made["input" if dialect == "responses" else "messages"]
-            items[-1]["message_id"] = "7"
         return made
 
     assert Config().strip_message_ids == "system"
     result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
     assert result == body(system, user)
-    assert report.msg_ids_removed == system + 2 * user
-
-
-def test_scrub_top_level_ids_beside_a_role() -> None:
-    """Of system, developer and user messages; not of assistants, tools, calls, results, or the body
-    itself."""
-    ids = {"message_id": "1", "reply_to_id": 2}
-    for role, kept in (
-        ("system", {}),
-        ("developer", {}),
-        ("user", {}),
-        ("assistant", ids),
-        ("tool", ids),
-        ("critic", ids),
-    ):
-        body = {
-            "message_id": "top",
-            "messages": [{"role": role, **ids, "content": "x", "id": "stays"}],
-        }
-        wanted = {
-            "message_id": "top",
-            "messages": [{"role": role, **kept, "content": "x", "id": "stays"}],
-        }
-        assert scrubbed(body, "chat")[0] == wanted, role
-    for item in (
-        {"type": "function_call_output", "call_id": "c", "output": "x"},
-        {"type": "reasoning", "summary": []},
-    ):
-        body = {"input": [{**item, **ids}, {"role": "user", "content": "hi"}]}
-        assert scrubbed(body, "responses")[0]["input"][0] == {**item, **ids}
+    assert report.msg_ids_removed == system + user
 
 
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
@@ -1927,15 +1877,10 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
     user = claw_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = claw_block(INFO, {"sender": "ann"}) + "Hello."
+    left = claw_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
-    assert (report.msg_ids_removed, report.ts_removed, report.edits(), report.items_modified) == (
-        1,
-        1,
-        2,
-        1,
-    )
+    assert (report.msg_ids_removed, report.edits(), report.items_modified) == (1, 1, 1)
     body = scrub_guarded(dialect, "Hello.")
     result, report = scrubbed(body, dialect, strip_regex=("zzz",))
     assert result == body and report.edits() == 0
@@ -1998,7 +1943,7 @@ def test_scrub_billing_header_as_a_block_of_its_own(ending: str) -> None:
         ("messages", {"system": [block, rest], "messages": hi}, {"system": [rest], "messages": hi}),
         ("messages", {"system": [block], "messages": hi}, {"messages": hi}),
         ("messages", {"system": HEADER + ending, "messages": hi}, {"messages": hi}),
-        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest, block], "messages": hi}),
+        ("messages", {"system": [rest, block], "messages": hi}, {"system": [rest], "messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": [block, rest]}, *hi]}, {"messages": [{"role": "system", "content": [rest]}, *hi]}),
         ("chat", {"messages": [{"role": "system", "content": [block]}, *hi]}, {"messages": hi}),
         ("chat", {"messages": [{"role": "system", "content": HEADER + ending}, *hi]}, {"messages": hi}),
@@ -2143,7 +2088,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
 def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
-    system = f"{HEADER}\nS {json.dumps(SCRUB_INBOUND)}"
+    system = f"{HEADER}\n" + claw_block("S", SCRUB_INBOUND)
     user = claw_block(INFO, SCRUB_SENT) + STAMP + "Hello."
     body = body_of(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
@@ -2162,6 +2107,7 @@ def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
 
 # --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
 
+SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     # name: (start, piece that is repeated, end)
     "spaces": ("a", " ", "b"),
@@ -2202,13 +2148,15 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     "string without end": (INFO + '\n```json\n{"message_id": "', '\\"', "}\n```\n\nhi"),
     "brackets": (INFO + "\n```json\n", "[", "]\n```\n\nhi"),
     "words": (INFO + "\n```json\n{", "word ", "(}\n```\n\nhi"),
-    "inbound braces": ("", "{", '"schema":"openclaw.inbound_meta.v1"'),
-    "inbound marks": ("{" * 32, "a ", '"schema":"openclaw.inbound_meta.' * 16),
-    "inbound quotes": ("", '\\"', '{"schema":"openclaw.inbound_meta.v1"'),
-    "inbound schemas": ("{", '"schema": "openclaw.inbound_meta.v1", ', ""),
-    "inbound spaces": ("{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
-    "inbound objects": ("", '{"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}}', ""),
-    "inbound without end": ('{"schema":"openclaw.inbound_meta.v1"', ',"flags":{}', ""),
+    "inbound braces": ("```json\n", "{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound fences": ("", "```json\n{", '"schema":"openclaw.inbound_meta.v1"'),
+    "inbound schemas": ("```json\n{", '"schema": "openclaw.inbound_meta.v1", ', ""),
+    "inbound spaces": ("```json\n{", '"schema" ', ':"openclaw.inbound_meta.v1"'),
+    "inbound objects": ("", f"```json\n{{{SCHEMA}}}\n```\n", ""),
+    "inbound without end": (f"```json\n{{{SCHEMA}", ',"flags":{}', ""),
+    "inbound flags": (f"```json\n{{{SCHEMA}", ',"flags":{', ""),
+    "inbound flags of strings": (f'```json\n{{{SCHEMA},"flags":{{', '"flags"', ""),
+    "inbound flags of words": (f'```json\n{{{SCHEMA},"flags":{{', "a", ""),
     "billing": ("[Anthropic] Claude Code v1", " (", "x"),
     "billing lines": ("x-anthropic-billing-header: a", "\n", ""),
     "runtime": ("", "Runtime: agent=x | sessionId=0-", ""),
@@ -2285,7 +2233,7 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: Patch) -> None:
         ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
         ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
         (
-            "texts in a turn",
+            "parts of a turn",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
         ),
         (
@@ -2533,14 +2481,14 @@ def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", claw_block(INFO, {"a": 1}) + STAMP + "x")
+    body = scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
-    config = Config(replay=False)
+    config = Config(strip_message_ids="1")
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", claw_block(INFO, {"a": 1}) + STAMP + "x")
+    assert body == scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
@@ -2975,14 +2923,12 @@ def rp_rig() -> Iterator[Rig]:
     learned in another."""
     with shared_rig(learn=False) as made:
         yield made
-        reader, scrubber = made.proxy.reader, made.proxy.scrubber
+        reader = made.proxy.reader
         assert reader.known
         assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
         for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
-            counts = scrubber.edit(fresh, True) if fresh.role == "user" else None
-            assert (turn.item, turn.role, turn.counts) == (fresh.item, fresh.role, counts)
-            assert json.loads(turn.json()) == turn.item
+            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
 
 
 @pytest.fixture(params=RP_DIALECTS)
@@ -3244,10 +3190,10 @@ def test_lift_members_of_the_inbound_object() -> None:
         left, found = kvproxy.lift_text(RP_META % inner, kvproxy.LIFTS)
         assert found == [("OpenClaw: sender_id", sender), ("OpenClaw: flags", flags)]
         assert json.loads(left[left.index("{") : left.rindex("}") + 1])["channel"] == "web"
-    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": [sonab]}, "flags": 5}'
-    assert kvproxy.lift_text(f"Use {{ {tail} }}.", kvproxy.LIFTS) == (
-        'Use { {"schema": "openclaw.inbound_meta.v2"} }.',
-        [("OpenClaw: sender_id", '"sender_id": {"a": [sonab]}'), ("OpenClaw: flags", '"flags": 5')],
+    tail = '{"schema": "openclaw.inbound_meta.v2", "sender_id": {"a": "{"}, "flags": 5}'
+    assert kvproxy.lift_text(f"```json\n{tail}\n```", kvproxy.LIFTS) == (
+        '```json\n{"schema": "openclaw.inbound_meta.v2"}\n```',
+        [("OpenClaw: sender_id", '"sender_id": {"a": "{"}'), ("OpenClaw: flags", '"flags": 5')],
     )
 
 
@@ -4610,7 +4556,7 @@ class RpDesk:
         config = Config(**settings)
         self.editor = kvproxy.Editor(config)
         self.replay = self.editor.replay
-        self.reader = kvproxy.Reader(self.editor.scrubber, config.replay_mb << 17)
+        self.reader = kvproxy.Reader(config.replay_mb << 17)
 
     def send(self, turns: list[Turn], answer: str = "ok", **more: Any) -> list[str]:
         data = json.dumps(
@@ -4621,8 +4567,7 @@ class RpDesk:
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
-        view.store()
-        return rp_prompt(view.body)
+        return rp_prompt(json.loads(view.dump()))
 
 
 def rp_held(lines: Any) -> int:
@@ -4883,9 +4828,8 @@ def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
     assert [(turn.role, turn.item) for turn in view.turns] == [
         (turn.role, turn.item) for turn in wanted.turns
     ]
-    assert json.loads(view.dump()) == wanted.body
-    view.store()
-    assert view.body == wanted.body and list(view.body) == list(wanted.body)
+    dumped = json.loads(view.dump())
+    assert dumped == wanted.body and list(dumped) == list(wanted.body)
     return True
 
 
@@ -4893,7 +4837,7 @@ def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
 def test_dialects_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
     """Also of damaged bodies, with or without those that it knows."""
     dialect, text = READER_BODIES[case]
-    reader, dice = kvproxy.Reader(None, 1 << 20), random.Random(case)
+    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
     raw = text.encode()
     readable = rp_read(reader, dialect, raw)
     assert rp_read(reader, dialect, raw) == readable  # now from memory
@@ -4918,7 +4862,7 @@ def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
     """In their middle, too, as clients' do; in little memory."""
     dialect, text = READER_BODIES[case]
     key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
-    body, reader = json.loads(text), kvproxy.Reader(None, 1 << 14)
+    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
     for number in range(100):
         items = body[key]
         kind = {"type": "message"} if dialect == "responses" else {}
@@ -4935,7 +4879,7 @@ def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
 
 
 def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
-    reader = kvproxy.Reader(None, 1 << 20)
+    reader = kvproxy.Reader(1 << 20)
     last = b'{"role":"user","content":"b"}]}'
     assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
     for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
@@ -4964,7 +4908,7 @@ def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Pa
         for number in (3, 200):
             turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
             raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
-            reader = kvproxy.Reader(None, 1 << 20)
+            reader = kvproxy.Reader(1 << 20)
             for _ in range(3):
                 parsed.clear()
                 assert rp_read(reader, "chat", raw)
@@ -4973,7 +4917,7 @@ def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Pa
 
 def test_dialects_reader_memory_is_bounded() -> None:
     """A turn that is too large pushes out no others; many small ones are forgotten at once."""
-    reader, row = kvproxy.Reader(None, 1 << 17), kvproxy.DIALECTS["chat/completions"]
+    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
 
     def read(*texts: str) -> list[kvproxy.Turn]:
         body = {"messages": [{"role": "user", "content": text} for text in texts]}
@@ -4995,7 +4939,7 @@ def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> N
     dialect, text = READER_BODIES[case]
     body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
     body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
-    reader, parsed = kvproxy.Reader(kvproxy.Scrubber(Config()), 1 << 20), rp_parsed(monkeypatch)
+    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
     around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
 
     def partly(raw: Any) -> Json:
@@ -5018,11 +4962,10 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
     replay = kvproxy.Replay(Config())
 
     def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
-        view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
-        return turn.json(), replay.said(turn), kvproxy.segments_of(view)[0][1], turn.text()
+        return turn.json(), replay.said(turn), turn.text()
 
     for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
-        turn = kvproxy.turn_of({"role": "user", "content": content, "message_id": "7"})
+        turn = kvproxy.turn_of({"role": "user", "content": content})
         turns = [known(turn)]
         turn.slots()[0].set("b")
         turns.append(known(turn))
@@ -5030,9 +4973,11 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
         turn.refit([{"type": "text", "text": "c"}])
         turns.append(known(turn))
         assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        kvproxy.Scrubber(Config(strip_message_ids="1")).edit(turn, True)
-        assert b"message_id" not in turn.json()
-        assert known(turn) == known(kvproxy.turn_of(json.loads(turn.json())))
+        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
+        for count in (1, 2):  # what was found is remembered, and counts again
+            assert scrubber.edit(turn, False, report).text() == ""
+            assert turn.text() == "c" and known(turn) == turns[-1]
+            assert report.regex_removed == report.items_modified == count
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
@@ -6707,10 +6652,10 @@ def ex_play(
         body, reused, extra = (*step, {}, {})[:3] if isinstance(step, tuple) else (step, "all", {})
         prompt = ex_prompt(body, extra.get("headers"), float(now))
         case = ledger.judge(prompt, extra.get("lost_at", -1.0))
-        tokens = prompt.length() // 4
+        tokens = prompt.size // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        case.idle, case.server = extra.get("idle", 0.0), extra.get("server", {})
+        case.idle, case.slots = extra.get("idle", 0.0), extra.get("slots")
         kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
         prompt.number = now + 1
         found.append(case.verdict)
@@ -7014,7 +6959,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: another conversation": (
         [ex_chat(EX_HI), ex_chat("Other words.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "new branch: other tools": (
         [
@@ -7025,11 +6970,11 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "new branch: the last message edited": (
         [EX_NEXT, ex_chat(EX_HI, "ok", "Never mind.")],
-        "new branch turn 3 (user) text",
+        "new branch turn 3 (user)",
     ),
     "new branch: a conversation first seen in its middle": (
         [ex_chat(EX_HI), ex_chat("Other words.", "ok", "Go on.")],
-        "new branch turn 1 (user) text",
+        "new branch turn 1 (user)",
     ),
     "lost: another conversation in between": (
         [ex_chat(EX_HI), EX_OTHER, (EX_NEXT, 0.0)],
@@ -7058,10 +7003,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "not lost: but for 60 tokens": (
         [
             ex_chat(EX_HI),
-            (
-                EX_NEXT,
-                (ex_prompt(ex_chat(EX_HI)).length() // 4 - 60) / (ex_prompt(EX_NEXT).length() // 4),
-            ),
+            (EX_NEXT, (ex_prompt(ex_chat(EX_HI)).size // 4 - 60) / (ex_prompt(EX_NEXT).size // 4)),
         ],
         "extended",
     ),
@@ -7091,7 +7033,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     ),
     "prompt: another": (
         [{"prompt": "Once upon a time"}, {"prompt": "Once more"}],
-        "new branch turn 1 (prompt) text",
+        "new branch turn 1 (prompt)",
     ),
     "prompt: of other roles": ([ex_chat(EX_LONG, system=""), {"prompt": EX_LONG}], "cold"),
     "cold: the same words in another role": (
@@ -7122,7 +7064,9 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        assert verdict.line() == kvproxy.RETURNS.get(verdict.kind, "")
+        again = f"goes on from an older prompt than the newest one ({verdict.kind})"
+        told_again = verdict.name == "new branch" and verdict.kind in ("regenerated", "edited")
+        assert verdict.line() == (again if told_again else "")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
@@ -7137,7 +7081,7 @@ def test_explain_verdict_shows_what_changed() -> None:
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
-        == "changed in tools, tools changed: '' -> 'c'"
+        == "changed in tools, tools changed: 'b' -> 'c, b'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
@@ -7424,7 +7368,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
                 (EX_PAIR[::-1], (ex_thought("So."), {"role": "user", "content": "x"})),
             )
         ],
-        "rewritten turn 3 (tool) order of tool results",
+        "rewritten turn 3 (tool) another order",
         "",
     ),
     "reasoning that is no longer sent": (
@@ -7559,7 +7503,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
 def test_explain_case(name: str) -> None:
     steps, expected, cure = EX_CURED[name]
     verdict = ex_play(steps)[-1]
-    place = verdict.where if verdict.name != "lost" and verdict.kind not in kvproxy.RETURNS else ""
+    place = verdict.where if verdict.name not in ("lost", "new branch") else ""
     assert " ".join(filter(None, (verdict.name, place, verdict.kind))) == expected
     assert verdict.cure == cure and cure in verdict.line()
 
@@ -7593,9 +7537,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
         first = ex_chat("a" * own, system=front)
         other = ex_chat("b" * more, system=front)
         again = ex_chat("a" * own, "ok", "go on", system=front)
-        return ex_play([first, other, (again, 0.3, {"server": server} if server else {})])[
-            -1
-        ].advice
+        return ex_play([first, other, (again, 0.3, server)])[-1].advice
 
     advice = told(100, 8000, 4000)
     assert (
@@ -7695,17 +7637,11 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(body, headers, view) == side
-
-
-def ex_empty(ledger: kvproxy.Ledger) -> bool:
-    while ledger.entries:
-        ledger.forget()
-    return ledger.size == 0 and not ledger.index
+    assert kvproxy.side_of(view, headers) == side
 
 
 def test_explain_ledger_memory() -> None:
-    """It stays within its limit, keeps the newest prompts, and its books close at zero."""
+    """It stays within its limit, and keeps the newest prompts."""
     ledger = kvproxy.Ledger(1 << 20)
     bodies = [
         ex_chat(f"question {n} " + "word " * 400, *(["ok", "more"] * (n % 5))) for n in range(400)
@@ -7715,22 +7651,21 @@ def test_explain_ledger_memory() -> None:
         assert 0 < ledger.size <= ledger.limit
     assert len(ledger.entries) < len(bodies)
     assert ex_play([bodies[-1]], ledger)[0].name == "extended"
-    assert (
-        ex_play([bodies[0]], ledger)[0].name == "new branch"
-    )  # forgotten; the system prompt is not
+    assert ex_play([bodies[0]], ledger)[0].name == "new branch"  # forgotten; the front is not
     ex_play([ex_chat("x" * (3 << 20))], ledger)  # more than all memory: the only one kept
-    assert len(ledger.entries) == 1
-    assert ex_empty(ledger)
+    assert len(ledger.entries) == 1 and ledger.size == ledger.entries[0].memory
 
 
 def test_explain_ledger_counts_what_texts_take() -> None:
-    """One emoji makes each character of a text take four bytes."""
+    """One emoji makes each character of a text take four bytes; the client's form counts, too."""
     ledger = kvproxy.Ledger(4 << 20)
     ex_play([ex_chat(f"{number} \U0001f600 " + "x" * 100000) for number in range(30)], ledger)
-    held = {
-        id(text): sys.getsizeof(text) for entry in ledger.entries.values() for text in entry.texts
-    }
+    held = {id(text): sys.getsizeof(text) for entry in ledger.entries for _, text in entry.segments}
     assert ledger.limit / 2 < sum(held.values()) <= ledger.size <= ledger.limit
+    view = kvproxy.view_of(ex_chat("hi"), kvproxy.DIALECTS["chat/completions"])
+    assert view is not None
+    sent = kvproxy.Prompt(view)
+    assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
 
 
 def test_explain_prompts_make_no_reference_cycles() -> None:
@@ -7769,13 +7704,6 @@ def test_explain_ledger_compares_texts_outside_of_its_lock(monkeypatch: Patch) -
     for steps, _ in EX_VERDICTS.values():
         ex_play(steps, ledger)
     assert held and not any(held)
-
-
-def test_explain_ledger_keeps_equal_beginnings_once() -> None:
-    ledger = kvproxy.Ledger(64 << 20)
-    ex_play([ex_chat("x" * 1000000, *(["ok", "more"] * n)) for n in range(30)], ledger)
-    assert ledger.size < 1500000
-    assert len({id(entry.opening()) for entry in ledger.entries.values()}) == 1
 
 
 def test_explain_ledger_does_not_slow_down() -> None:
@@ -7824,7 +7752,7 @@ def test_explain_ledger_from_many_threads() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert ledger.count == 200 and ledger.size <= ledger.limit
-    assert ex_empty(ledger)
+    assert ledger.size == sum(entry.memory for entry in ledger.entries)
 
 
 # --- a server with a cache of one slot ------------------------------------------------------------
@@ -8202,7 +8130,7 @@ def test_status_page_before_any_request(rig: MakeRig) -> None:
     answer = one.get("/kvproxy")
     assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
     text = answer.body.decode()
-    assert "No prompt yet" in text and "None yet." in text and "Nothing to show yet." in text
+    assert "No prompt yet" in text and "None yet." in text
     assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
     assert one.get("/kvproxy/requests").json() == {"requests": []}
     assert one.server.seen == []  # the backend was not asked
@@ -8231,10 +8159,6 @@ def test_status_page(rig: MakeRig) -> None:
     assert (
         "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
     )  # the prompt's text is only text
-    assert (
-        main.count("<rect") == 8
-        and 'role="img" aria-label="Share of the prompt reused in the last 8 requests' in main
-    )
     assert main.count("<li>") == 8
     assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
     for name, _, _ in Config.table():  # every setting, with the value in force
@@ -8347,10 +8271,10 @@ def test_status_requests(rig: MakeRig) -> None:
     assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
     changes = [line for line in detail["diff"] if line[0] in "+-"]
     assert changes == [
-        "--- received",
-        "+++ forwarded",
-        '-   "content": "[Wed 2026-02-18 20:48 UTC] Hello',
-        '+   "content": "Hello',
+        "--- turn 1 (user)",
+        "+++ turn 1 (user)",
+        "-[Wed 2026-02-18 20:48 UTC] Hello",
+        "+Hello",
     ]
     same = one.get("/kvproxy/requests/2").json()
     assert same["diff"] == [] and same["received"] == same["forwarded"]
@@ -8373,97 +8297,27 @@ def test_status_requests_that_were_not_json(rig: MakeRig) -> None:
     assert one.get("/kvproxy/requests/3").status == 200
 
 
-def test_status_long_difference_is_left_out(rig: MakeRig, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 100)
+def test_status_difference_of_a_long_text_is_left_out(rig: MakeRig, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_LINES", 30)
     one = rig(strip_regex=("zap ",))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
     detail = one.get("/kvproxy/requests/1").json()
-    assert detail["diff"] == [] and "for a diff" in detail["note"]
+    assert detail["diff"] == ["turn 1 (user): too long for a diff"]
     assert "Hello" in detail["forwarded"]
 
 
-def test_status_difference_shows_both_ends(monkeypatch: Patch) -> None:
-    """Of a long one the middle is left out, and that is told."""
-    monkeypatch.setattr(kvproxy, "DIFF_LINES", 20)
-    lines = [f"line {number}" for number in range(100)]
-    changed = [*lines[:3], "new", "newer", *lines[3:97], "late", *lines[98:]]
-    raw = [json.dumps({"t": "\n".join(each)}).encode() for each in (lines, changed)]
-    diff, note = kvproxy.difference(*raw)
-    assert [row for row in diff[2:] if row[0] in "-+"] == ["+new", "+newer", "-line 97", "+late"]
-    assert note == "81 lines in the middle are not compared"
-
-
-def test_status_difference_behind_what_is_shown_of_a_line(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_COLUMNS", 20)
-    raw = [json.dumps({"t": f"a\n{'x' * 60}{end}\nz"}).encode() for end in "bc"]
-    (old, new) = [row for row in kvproxy.difference(*raw)[0][2:] if row[0] in "-+"]
-    assert old.startswith("-" + "x" * 20 + "... (61 characters, hash ") and new.startswith("+xxx")
-    assert old[1:] != new[1:]
-
-
-def status_apply(before: list[str], diff: list[str]) -> list[str]:
-    """What a unified diff makes of a list of lines."""
-    found, at = [], 0
-    for row in diff[2:]:
-        if row[0] == "@":
-            start = int(row.split()[1][1:]) - 1
-            found += before[at:start]
-            at = start
-        elif row[0] == "+":
-            found.append(row[1:])
-        else:
-            assert before[at] == row[1:]
-            found += [row[1:]] if row[0] == " " else []
-            at += 1
-    return found + before[at:]
-
-
-def status_spell(value: Any) -> list[str]:
-    """A JSON value as the page's difference spells it."""
-    return list(kvproxy.json_lines(json.dumps(value).encode()))
-
-
-def test_status_difference_is_true() -> None:
-    """Applied to the lines before, it gives the lines after; in whatever way both are spelled."""
-    chance = random.Random(5)
-    for _ in range(300):
-        lines = [
-            chance.choice(["a", "b", "", "c d", '"q"', "\\n"]) + str(chance.randrange(9))
-            for _ in range(chance.randrange(40))
-        ]
-        changed = list(lines)
-        for _ in range(chance.randrange(4)):
-            at = chance.randrange(len(changed) + 1)
-            changed[at : at + chance.randrange(6)] = chance.sample(
-                lines, min(len(lines), chance.randrange(4))
-            )
-        values = [
-            {"n": [1, {}], "t": "\n".join(each), "z": [True, "\u00fc\U0001f600"]}
-            for each in (lines, changed)
-        ]
-        raw = [
-            json.dumps(
-                value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])
-            ).encode()
-            for value in values
-        ]
-        diff, note = kvproxy.difference(*raw)
-        before, after = map(status_spell, values)
-        assert status_apply(before, diff) == after and not note
-        assert bool(diff) == (values[0] != values[1])
-        marks = sum(row[0] in "-+" for row in diff[2:])
-        assert marks <= len(before) + len(after)
-
-
-def test_status_difference_of_a_moved_line_is_small() -> None:
-    lines = [f"line {number}" for number in range(500)]
-    moved = [*lines[:3], *lines[4:], lines[3]]
-    diff, _ = kvproxy.difference(
-        *(json.dumps({"t": "\n".join(each)}).encode() for each in (lines, moved))
-    )
-    assert [row for row in diff[2:] if row[0] in "-+"] == [
-        "-line 3", '-line 499"', "+line 499", '+line 3"'
-    ]  # fmt: skip
+def test_status_difference_shows_each_end() -> None:
+    """A prompt is edited at its front and in its newest turn; what stands between is not told."""
+    front, middle = "\n".join(f"rule {number}" for number in range(90)), [("turn 1 (user)", "a")]
+    middle += [(f"turn {number} (assistant)", "ok") for number in range(2, 300)]
+    before = [("system", front + "\nclock 1"), *middle, ("turn 300 (user)", "hi")]
+    after = [("system", front), *middle, ("turn 300 (user)", "clock 1\nhi")]
+    diff = kvproxy.difference(before, after)
+    assert [row for row in diff if row[0] in "-+" and row[1] not in "-+"] == [
+        "-clock 1",
+        "+clock 1",
+    ]
+    assert len(diff) < 20 and kvproxy.difference(after, after) == []
 
 
 STATUS_HEAVY = {
@@ -8489,36 +8343,43 @@ def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
     start, piece, end = STATUS_HEAVY[kind]
     bodies = []
     for word in (b"before", b"after"):
-        edges = [b'{"first": "%s' % word, b'", "x": ', b', "last": "%s"}' % word]
-        bodies.append(edges[0] + edges[1] + start + piece * (size // len(piece)) + end + edges[2])
+        front = b'{"system": "%s", "messages": [{"role": "user", "content": [{"x": ' % word
+        heavy = start + piece * (size // len(piece)) + end
+        bodies.append(front + heavy + b'}, {"type": "text", "text": "%s"}]}]}' % word)
     request = request_head("POST", "/v1/messages")
     exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
     exchange.received, exchange.forwarded = bodies
     return exchange
 
 
-@pytest.mark.parametrize("kind", ["lists", "lines", "escapes", "quotes", "one emoji", "deep"])
-def test_status_detail_takes_ten_times_the_body(kind: str) -> None:
-    """The relay's copy of the answer counts as well; what every page takes does not. A text with an
-    emoji takes four bytes a letter."""
-    pages, peaks = Proxy(Config()).pages, []
-    for size in (3_000, 9_000):
-        exchange = status_heavy(kind, size)
-        gc.collect()
-        tracemalloc.start()
-        try:
-            body = pages.detail(exchange)[1]
-            sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-        assert len(sent) > len(body)
-        detail = json.loads(body)
-        if "note" not in detail:
-            assert [row for row in detail["diff"] if row[0] in "-+"][-1] == '+ "last": "after"'
-        else:
-            assert "lines" in detail["note"]
-    assert peaks[1] - peaks[0] < (14 if kind == "one emoji" else 10) * 6_000, peaks
+def status_peak(exchange: kvproxy.Exchange) -> int:
+    """The memory that a request's page takes, with the relay's copy of it."""
+    pages = Proxy(Config()).pages
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body = pages.detail(exchange)[1]
+        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert json.loads(body)["forwarded"] and len(sent) > len(body)
+    return peak
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 1000)
+    assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
+    """Bodies that are short enough to be compared may take more, but not much."""
+    exchange = status_heavy(kind, 40_000)
+    assert status_peak(exchange) < 64 * 40_000
+    detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
+    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
 
 
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
@@ -8529,16 +8390,6 @@ def test_status_detail_takes_linear_time(kind: str) -> None:
         exchange = status_heavy(kind, size)
         times.append(min(timed(pages.detail, exchange) for _ in range(2)))
     assert times[1] < 3 * times[0] + 0.03, times
-
-
-def test_status_detail_of_a_body_that_is_no_text() -> None:
-    pages = Proxy(Config()).pages
-    exchange = status_heavy("numbers", 10)
-    raw = exchange.received = exchange.forwarded = bytes(300_000)
-    answer = pages.detail(exchange)[1]
-    detail = json.loads(answer)
-    assert "received is cut" in detail["note"] and "forwarded is cut" in detail["note"]
-    assert len(answer) < 8 * len(raw) and detail["received"].endswith("\x00...")
 
 
 def test_status_detail_has_bodies_whole(rig: MakeRig) -> None:
@@ -9563,7 +9414,7 @@ def test_commands_inspect_capture() -> None:
     )
     assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
     assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
-        ("system, counter after 'Token gauge:'", 2, 0)
+        ("system, counter: 'Token gauge:'", 2, 0)
     ]
     assert (
         findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
@@ -9580,7 +9431,7 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
         for n in range(3)
     ]
     _, findings = ex_rows_of(ex_captured(*bodies))
-    assert findings[0]["cause"] == "system, clock after 'Clock:'"
+    assert findings[0]["cause"] == "system, clock: 'Clock:'"
     assert "tools, tool order" in [found["cause"] for found in findings]
     waste = [found["tokens"] for found in findings]
     assert waste == sorted(waste, reverse=True) and len(findings) >= 3
@@ -9866,17 +9717,8 @@ EX_NEW_ROWS = [
         "full re-processing due to lack of cache data",
         "full re-processing",
     ),
-    (
-        0,
-        7150,
-        7150,
-        None,
-        None,
-        None,
-        "no slot held a similar prompt, cancelled",
-        "no similar slot",
-    ),
-    (1, 7200, 5040, 0.3, 0.3, None, "little in common with what the slot held", "low similarity"),
+    (0, 7150, 7150, None, None, None, "no similar slot", "no similar slot"),
+    (1, 7200, 5040, 0.3, 0.3, None, "low similarity", "low similarity"),
 ]
 
 EX_OLD_LOG = """\
@@ -9906,17 +9748,8 @@ prompt eval time =     250.00 ms /   100 tokens (x)
 
 EX_OLD_ROWS = [
     (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
-    (
-        0,
-        2100,
-        2100,
-        0.95,
-        None,
-        5250.0,
-        "the slot held a similar prompt, but most was read again",
-        "not all kept",
-    ),
-    (0, 1000, 100, 0.9, 0.2, 250.0, "a part of what the slot held was thrown away", "slot cut"),
+    (0, 2100, 2100, 0.95, None, 5250.0, "not all kept", "not all kept"),
+    (0, 1000, 100, 0.9, 0.2, 250.0, "slot cut", "slot cut"),
 ]
 
 EX_TERSE_LOG = """\
@@ -10045,7 +9878,7 @@ def test_commands_inspect_table() -> None:
     )
     assert max(len(line) for line in lines if line[:1] in "- ") < 130
     code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
-    assert code == 0 and "Nothing was wasted." in out and " ~" in out and "estimated" in out
+    assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
 
 
 # --- check ----------------------------------------------------------------------------------------
@@ -10138,7 +9971,7 @@ def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
     unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
     code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
     assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
-    assert "the server does not tell" in out and "bench" in out
+    assert "the server does not tell" in " ".join(out.split()) and "bench" in out
 
 
 def test_commands_check_of_a_server_with_a_key(monkeypatch: Patch, capsys: Capsys) -> None:
@@ -10242,7 +10075,7 @@ def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Pat
         re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
         and "broken in" not in text.split("<main>")[0]
     )
-    assert text.count("<rect") == 4 and "nothing like it was sent before" in text
+    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
     assert [seen.target for seen in one.server.seen] == [
         EX_CHAT_PATH
     ] * 4  # no /favicon.ico, nothing else
@@ -10263,7 +10096,7 @@ def test_status_page_in_a_browser_when_the_proxy_is_away(
 
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2 and text.count("<rect") == 3
+    assert len(served) >= 2 and text.count("<li>") == 3
     assert (
         re.search(r'class="state bad">kvproxy does not answer', text)
         and "<title>kvproxy does not answer" in text
@@ -12802,9 +12635,11 @@ def run_python(
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """The cells of a table printed by demo or bench, a list of texts per turn."""
-    lines = [line for line in text.splitlines() if re.match(r" +\d+ \|", line)]
-    return [line.replace("|", " ").split() for line in lines]
+    """The cells of a table printed by demo or bench, a list of texts per turn of a run: turn,
+    prompt, read, ms."""
+    return [
+        line.split() for line in re.findall(r"(?m)^(?:straight|through kvproxy) +(\d+ .*)", text)
+    ]
 
 
 # --- demo -----------------------------------------------------------------------------------------
@@ -12821,11 +12656,10 @@ def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     assert ran.returncode == 0 and ran.stderr == ""
     assert "SIMULATED" in ran.stdout
     rows = table_rows(ran.stdout)
-    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
-    numbers = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
-    for prompt, read, reused, _, prompt2, read2, reused2, _ in numbers[1:]:
-        assert prompt == read + reused and reused < 0.05 * prompt
-        assert prompt2 == read2 + reused2 and reused2 > 0.95 * prompt2
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"] * 2
+    numbers = [[int(cell.replace(",", "")) for cell in row] for row in rows]
+    for (_, prompt, read, _), (_, prompt2, read2, _) in zip(numbers[1:5], numbers[6:], strict=True):
+        assert read > 0.95 * prompt and read2 < 0.05 * prompt2
     ratio = re.search(r"([\d.]+) times", ran.stdout)
     assert ratio and float(ratio[1]) > 5
     assert list((tmp_path / "empty").iterdir()) == []
@@ -12844,9 +12678,8 @@ def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
 def test_commands_demo_refuses_senseless_numbers(option: list[str], capsys: Capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        kvproxy.main(["demo", *option])
-    assert ended.value.code == 2 and option[0] in capsys.readouterr().err
+    assert kvproxy.main(["demo", *option]) == 2
+    assert option[0] in capsys.readouterr().err
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -12896,16 +12729,10 @@ def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsy
     assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
     told = capsys.readouterr()
     assert told.err == ""
-    begin, _, _ = told.out.partition("turn 1 of 3")
-    assert (
-        "3 turns" in begin
-        and "600 tokens" in begin
-        and bench_server.url in begin
-        and "s on a server" in begin
-    )
-    assert [told.out.count(f"turn {n} of 3") for n in (1, 2, 3)] == [2, 2, 2]
-    rows = table_rows(told.out)
-    assert [row[0] for row in rows] == ["1", "2", "3"]
+    begin, _, _ = told.out.partition("straight  ")
+    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin
+    assert "s on a server" in begin
+    assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
@@ -12933,8 +12760,8 @@ def test_commands_bench_heads_are_never_the_same(bench_server: FakeServer, capsy
     assert len({head[:60] for head in runs}) == 4
     assert heads[0][:60] == heads[1][:60] and heads[2] == heads[3]
     rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
-    reused = [int(row[column].replace(",", "")) for row in rows for column in (3, 7)]
-    assert max(reused) < 60
+    cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
+    assert max(prompt - read for prompt, read in cells) < 60
 
 
 def test_commands_bench_json(bench_server: FakeServer, capsys: Capsys) -> None:
@@ -12952,7 +12779,7 @@ def test_commands_bench_against_a_server_without_numbers(
     bench_server.script = PrefixCache(numbers=False)
     assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
     rows = table_rows(capsys.readouterr().out)
-    assert [row[1:4] + row[5:8] for row in rows] == [["-"] * 6] * 2
+    assert [row[1:3] for row in rows] == [["-", "-"]] * 4
 
 
 @pytest.mark.parametrize("json_wanted", [False, True])
@@ -13691,7 +13518,7 @@ def test_warmup_is_off_by_default(rig: MakeRig) -> None:
     one.finished(1)
     assert one.proxy.warmup.thread is None and not one.proxy.warmup.heads
     assert one.get("/kvproxy/health").json()["warmup"] == "off"
-    assert "warm-up" not in one.get("/kvproxy").body.decode()
+    assert "<dt>warm-up</dt><dd>off</dd>" in one.get("/kvproxy").body.decode()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ SEEDS = {
     "http": list(HEADS),
 }
 EDITOR = kvproxy.Editor(kvproxy.Config())
-BODIES_READER = kvproxy.Reader(EDITOR.scrubber, 1 << 20)
+BODIES_READER = kvproxy.Reader(1 << 20)
 LARGE = 64_000  # bytes of the bodies that one piece of text fills
 SECONDS = 1.0  # of CPU for any body
 READER = kvproxy.LogReader(kvproxy.Config())
