@@ -107,10 +107,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case.
-
-    Raises ConfigError for a value out of range, an unknown choice, a bad URL or a pattern that does
-    not compile."""
+    """Every setting; the environment variable of the same name is in upper case. Raises
+    ConfigError."""
 
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
@@ -273,9 +271,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type m
 UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
                 "reasoning", "reasoning_text", "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
-ROLES |= {"developer": "system", "function": "tool"}
-ROLES |= {"function_call": "assistant", "custom_tool_call": "assistant"}  # Responses items
-ROLES |= {"function_call_output": "tool", "custom_tool_call_output": "tool"}
+ROLES |= {"developer": "system", "function": "tool", "function_call": "assistant"}
+ROLES |= {"function_call_output": "tool", "custom_tool_call": "assistant"}  # Responses items
+ROLES |= {"custom_tool_call_output": "tool"}
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
@@ -302,9 +300,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt. `holder[key]` is its content; `item` its JSON object in the list, None
-    for text beside it. Requests share turns, with what was found out about them, so only an own()
-    copy may be edited."""
+    """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, None for
+    text beside it. Requests share turns, with what was found out, so edit own() copies only."""
 
     role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
@@ -510,9 +507,9 @@ class Reader:
         self.size = 0  # bytes that the turns take, roughly
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """Raises Unreadable."""
-        if dialect.edited and len(raw) <= PARSE_LIMIT:
-            with contextlib.suppress(ValueError, RecursionError):
+        """The view of a body. Raises Unreadable."""
+        with contextlib.suppress(ValueError, RecursionError):  # then it is parsed as a whole
+            if dialect.edited and len(raw) <= PARSE_LIMIT:
                 return self.split(raw, dialect)
         return view_of(parse(raw), dialect)
 
@@ -624,12 +621,8 @@ class Report:
 # Scrub: rules that take out what never helps the model. The same text in, the same text out
 # ==================================================================================================
 
-LIMITS = {  # more of it than any agent sends: such a body is forwarded as it came
-    "turns": 8000,
-    "parts of a turn": 500,
-    "tools": 2000,
-    "decorations of a text": 256,
-}
+# More of it than any agent sends: such a body is forwarded as it came.
+LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
 
 
 def check_limit(what: str, count: int) -> None:

@@ -816,10 +816,6 @@ def test_config_bad_setting_is_named() -> None:
             told = str(error)
         setting = re.sub("_[0-9]+$", "", name)
         assert told.startswith(setting + "=") and repr(value) in told and allowed in told, told
-            name,
-            value,
-            told,
-        )
         assert "\n" not in told
 
 
@@ -6611,7 +6607,9 @@ EX_HEAVY: dict[str, Callable[[int], list[Json]]] = {
 
 
 @pytest.mark.parametrize("name", EX_HEAVY)
-def test_explain_heavy_prompts(name: str) -> None:
+def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+
     def work(bodies: list[Json]) -> None:
         ex_play(bodies)
 
@@ -7517,6 +7515,25 @@ def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> Non
     assert ex_play(steps, config=Config(**known))[-1].cure == ""
     assert ex_play(steps, config=Config(scrub=False))[-1].cure == "SCRUB=1, which is off"
     assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
+
+
+def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
+    """The rest of the prompt goes on, and kvproxy took nothing out."""
+    line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
+    assert line == "the client no longer sends the reasoning of turn 2, which it had sent"
+
+
+def test_explain_a_front_that_changed_back() -> None:
+    """Compared with the newest prompt, under whatever name, and not with the older one that this
+    one goes on from."""
+    plan, act = "Mode: plan\n" + EX_LONG, "Mode: act\n" + EX_LONG
+    steps = [
+        ex_chat(EX_ASK, system=plan),
+        ex_chat(EX_ASK, EX_SAID, EX_THEN, system=act),
+        ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system=plan),
+    ]
+    verdict = ex_play(steps)[-1]
+    assert (verdict.name, verdict.where, verdict.base) == ("rewritten", "system", 2)
 
 
 def test_explain_one_conversation_is_not_taken_for_another() -> None:
