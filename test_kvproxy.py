@@ -6690,7 +6690,6 @@ def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
 # --- ledger and verdicts --------------------------------------------------------------------------
 
 
-EX_CLOCK = "Time: {}\n"
 EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
 EX_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "the file's text"}
 EX_CARRIER = {"role": "user", "content": "Context for the message above: Ann, 12:01"}
@@ -8218,11 +8217,6 @@ def test_explain_side_request_by_header(rig: MakeRig) -> None:
 
 
 RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
-
-
-def relay_ids(rows: list[Any]) -> list[str]:
-    """The first column of a table names its rows."""
-    return [row[0].replace(" ", "-") for row in rows]
 
 
 def relay_table(names: str, rows: list[Any]) -> Any:
@@ -11525,7 +11519,9 @@ def test_files_capture_trouble(
                 raise OSError(28, "No space left on device")
 
             def close(self) -> None:
-                raise OSError(28, "No space left on device")
+                if not self.closed:
+                    super().close()
+                    raise OSError(28, "No space left on device")
 
         one.proxy.capture.stream = Full()
     answers: list[int] = []
