@@ -8,7 +8,7 @@ to synchronise: waits are for events, with a far limit.
 A test's name begins with the section of kvproxy.py that it is about: `-k test_lift`. Sections stand
 in the order of that file, each under a banner, after the harness: `rig` makes a server and a proxy,
 `body_of` a request in any dialect, `usage_answer` an answer. KVPROXY_TRUTH_SEEDS=700 plays more
-random conversations, KVPROXY_FAULTS=1000 more faults.
+random conversations, KVPROXY_LEARN_SEEDS=300 more invented clients, KVPROXY_FAULTS=1000 more faults.
 """
 
 from __future__ import annotations
@@ -1954,26 +1954,31 @@ CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into
         (STAMP, '{"message_id": "1"}'),
     ],
 )
-@scrub_forms
-def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
-    body = body_of(
-        dialect,
-        ("system", CLAW),
-        ("user", "a"),
-        ("assistant", "b"),
-        ("user", stamp + rest),
-        parts=parts,
-    )
-    wanted = body_of(
-        dialect, ("system", CLAW), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
-    )
-    result, report = scrubbed(body, dialect)
-    assert result == wanted
-    assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
-    assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
-    for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
-        assert scrubbed(body, dialect, **settings)[0] == body
-    assert scrubbed(body, dialect, scrub=False)[0] == body
+def test_scrub_stamp_is_removed(stamp: str, rest: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", stamp + rest),
+            parts=parts,
+        )
+        wanted = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", rest),
+            parts=parts,
+        )
+        result, report = scrubbed(body, dialect)
+        assert result == wanted
+        assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
+        assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
+        for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
+            assert scrubbed(body, dialect, **settings)[0] == body
+        assert scrubbed(body, dialect, scrub=False)[0] == body
 
 
 SCRUB_LOGS = (  # pasted, not put there by OpenClaw
@@ -2349,11 +2354,11 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         "[message_id: 5]\nis a line",
     ],
 )
-@scrub_forms
-def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None:
-    body = body_of(dialect, ("system", text), ("user", "hi"), parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == body and report.edits() == 0
+def test_scrub_system_text_is_kept(text: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(dialect, ("system", text), ("user", "hi"), parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body and report.edits() == 0
 
 
 def test_scrub_inbound_among_other_json() -> None:
@@ -2530,16 +2535,16 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli;
         ("[Anthropic] Claude Code v2.0.1 (new) is a client.", None),
     ],
 )
-@scrub_forms
-def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str | None) -> None:
-    later = ("user", HEADER + "\nWhat?")
-    body = body_of(dialect, ("system", before), later, parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == body_of(
-        dialect, ("system", before if after is None else after), later, parts=parts
-    )
-    assert report.billing_removed == report.edits() == (after is not None)
-    assert scrubbed(body, dialect, strip_billing=False)[0] == body
+def test_scrub_billing_header(before: str, after: str | None) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        later = ("user", HEADER + "\nWhat?")
+        body = body_of(dialect, ("system", before), later, parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body_of(
+            dialect, ("system", before if after is None else after), later, parts=parts
+        )
+        assert report.billing_removed == report.edits() == (after is not None)
+        assert scrubbed(body, dialect, strip_billing=False)[0] == body
 
 
 def test_scrub_billing_header_beside_what_is_no_text() -> None:
@@ -3848,7 +3853,7 @@ def ln_play(one: Rig, dialect: str, seed: int) -> None:
             history += [("user", said), ("assistant", answer)]
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "15"))))
 def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None:
     """After the first surprise of each shape every request is an append, every new conversation
     begins with the front of another, and all that the client says stands there, newest last."""
@@ -3859,7 +3864,7 @@ def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None
 def test_lift_learns_nothing_without_learn(rig: MakeRig, dialect: str) -> None:
     """Not a byte of what invented clients send is touched."""
     one = rig(learn=False)
-    for seed in range(12):
+    for seed in range(6):
         maker, client = LnClient(seed), RpClient(one, dialect)
         history: list[Turn] = []
         for turn in range(4):
@@ -5093,13 +5098,13 @@ def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
 
 
 def test_replay_memory_goes_back() -> None:
-    """A hundred different requests of half a MB, without the garbage collector."""
+    """Fifty different requests of half a MB, without the garbage collector."""
     desk, text = RpDesk(replay_mb=1), "x" * 250_000
     desk.send(RP_HELLO)
     gc.disable()
     tracemalloc.start()
     try:
-        for number in range(100):
+        for number in range(50):
             turns: list[Turn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
             desk.send([*turns, ("user", "go")], system=rp_date("2026-12-01"))
         held = tracemalloc.get_traced_memory()[0]
@@ -6111,7 +6116,7 @@ def tr_shrunk(
     return steps, world
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "12"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "9"))))
 def test_truth_of_random_worlds(seed: int) -> None:
     """Whatever clients do, the server gets what this client means now, and nobody else's."""
     fault, _ = tr_run(seed, range(25))
@@ -6120,7 +6125,7 @@ def test_truth_of_random_worlds(seed: int) -> None:
         pytest.fail(f"tr_run({seed}, {steps})\n{world.story()}", pytrace=False)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_truth_costs_no_appends(seed: int) -> None:
     """In a calm conversation each prompt begins with the one before it."""
     fault, world = tr_run(seed, range(12), calm=True)
@@ -6684,7 +6689,7 @@ def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
     def work(bodies: list[Json]) -> None:
         ex_play(bodies)
 
-    assert_linear(work, EX_HEAVY[name])
+    assert_linear(work, EX_HEAVY[name], 1 << 14)
 
 
 # --- ledger and verdicts --------------------------------------------------------------------------
@@ -10051,7 +10056,9 @@ def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "req",
         "-x509",
         "-newkey",
-        "rsa:2048",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
         "-nodes",
         "-days",
         "2",
@@ -10284,6 +10291,7 @@ def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
             and "BACKEND_URL" in answer.json()["error"]["message"]
         )
         ready.set()
+        proxied.proxy.backend.next_look = 0.0  # a second later
         wait_for(
             lambda: proxied.post("/v1/chat/completions", HI).status == 200,
             "the backend to be found",
@@ -10291,6 +10299,7 @@ def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
         assert first.seen[-1].target == "/v1/chat/completions"
         monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
         first.close()
+        proxied.proxy.backend.next_look = 0.0
         wait_for(
             lambda: proxied.post("/v1/chat/completions", HI).status == 200,
             "the other backend to be found",
@@ -10868,7 +10877,7 @@ def relay_left_over() -> dict[str, int]:
 def test_server_many_faults(rig: MakeRig) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
-    each = int(os.environ.get("KVPROXY_FAULTS", "400")) // 4
+    each = int(os.environ.get("KVPROXY_FAULTS", "240")) // 4
     made = rig(relay_misbehave, read_timeout=1.0, keep_requests=1)
     before = relay_left_over()
     faults: list[BaseException] = []
