@@ -1935,10 +1935,10 @@ class Replay:
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         unit = Unit("head", [], [])
-        units = [unit]
+        units, joined = [unit], [unit]
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            if role == "assistant" and unit.carriers and unit.role in ("assistant", "head"):
+            if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
                 units += unit.part()  # nothing but decorations was said and answered
                 unit = units[-1]
             if turn is None:
@@ -1947,12 +1947,12 @@ class Replay:
             joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
             if joins or said.carrier:
                 unit.add(turn, said)
+                joined.append(unit)
             else:
                 unit = Unit(role, [turn], [said])
                 units.append(unit)
-        for unit in units:
-            if len(unit.said) != 1 or unit.carriers:
-                unit.sum_up()
+        for unit in joined:
+            unit.sum_up()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
@@ -2296,9 +2296,9 @@ def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
     for unit in units:
-        if unit.stored is not None and unit.stored.turns is not None:
-            sent = [*unit.stored.turns, *unit.stored.carriers]
-            came = unit.turns + unit.carriers
+        stored = unit.stored
+        if stored is not None and stored.turns is not None and stored.turns != tuple(unit.turns):
+            sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
             added += sum([len(turn.json()) for turn in sent])
             added -= sum([len(turn.json()) for turn in came])
     return added
