@@ -2810,10 +2810,11 @@ def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
     return windows
 
 
-def usage_of(first: bytes, last: bytes = b"") -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
+def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
+    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
+    in their events, where they are known."""
     found: Json = {}
-    for event in itertools.chain(*answer_events(first, last)):
+    for event in itertools.chain(*(windows or answer_events(first, last))):
         for part in map(members, (event, event.get("response"), event.get("message"))):
             read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
@@ -2849,9 +2850,10 @@ ANSWER_KEYS = {
 }
 
 
-def heard_answer(first: bytes, last: bytes) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    said = [list(answer_parts(events)) for events in answer_events(first, last)]
+def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
+    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
+    from their events."""
+    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
     windows = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(windows):
@@ -2941,10 +2943,12 @@ class Prompt:
         headers: Mapping[str, str] | None = None,
         now: float = 0.0,
         sent: Prompt | None = None,
+        side: bool = True,
     ) -> None:
         """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock."""
-        self.conversation, self.time, self.side = talk, now, side_of(view, headers or {})
+        `now`: on any clock; `side`: whether it may be a side request."""
+        self.conversation, self.time = talk, now
+        self.side = side_of(view, headers or {}) if side else ""
         self.segments = [("system", turn.text()) for turn in view.system()]
         for tool in listed(view.body.get("tools")):
             text = json.dumps(bare(tool) if members(tool) else tool)
@@ -3207,6 +3211,11 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     whole = changed = None
     deepest = reached = -1
     for entry in own:
+        if whole is not None and whole.head == prompt.head:
+            if prompt.turns[deepest : deepest + 1] != entry.turns[deepest : deepest + 1] or (
+                deepest == len(prompt.turns)
+            ):
+                continue  # it has no more in common
         depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
         later = changed is None and depth > deepest and prompt.answered(depth)
         if not (begins and depth >= deepest) and not later:
@@ -4800,9 +4809,8 @@ class Proxy:
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
-                original = view_of(parse(received), view.dialect)
-            sent = Prompt(original) if original is not None else None
-            prompt = Prompt(view, *told, sent)
+                original = Prompt(self.reader.view(received, view.dialect), side=False)
+            prompt = Prompt(view, *told, original)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle = exchange.started - self.last_end
             exchange.verdict, exchange.straight = case.verdict, case.straight
@@ -4847,13 +4855,14 @@ class Proxy:
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
         first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        events = answer_events(first, last) if answered else []
         if record := exchange.trace.record:
-            record.answer = heard_answer(first, last) if answered else None
+            record.answer = heard_answer(first, last, events) if answered else None
             record.tap = None
         if exchange.status == 400 and CONTEXT_FULL.search(first):
             self.replay.overflowed(exchange.trace)
         if answered:
-            exchange.usage = usage_of(first, last)
+            exchange.usage = usage_of(first, last, events)
         else:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
@@ -4979,6 +4988,7 @@ class Metrics:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
+        self.kept = 0  # bytes of the bodies that are kept
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
@@ -5048,12 +5058,15 @@ class Metrics:
 
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
+        if len(self.recent) == self.recent.maxlen:
+            self.kept -= self.recent[0].size() if self.recent else exchange.size()
         self.recent.append(exchange)
-        room = self.KEEP_BYTES
-        for one in reversed(self.recent):
-            room -= one.size()
-            if room < 0:
-                one.received = one.forwarded = None
+        self.kept += exchange.size()
+        for one in self.recent if self.kept > self.KEEP_BYTES else ():
+            self.kept -= one.size()
+            one.received = one.forwarded = None
+            if self.kept <= self.KEEP_BYTES:
+                break
 
 
 # Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.
@@ -5697,8 +5710,9 @@ class Pages:
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
             "server": proxy.backend.name(),
-            "warm-up": proxy.warmup.state,
         }
+        if proxy.warmup.enabled:
+            facts["warm-up"] = proxy.warmup.state
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
