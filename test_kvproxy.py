@@ -12788,7 +12788,7 @@ def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: Patch) -
 def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
     """Bodies that are short enough to be compared may take more, but not much."""
     exchange = status_heavy(kind, 40_000)
-    assert status_peak(exchange) < 64 * 40_000
+    assert status_peak(exchange) < 80 * 40_000  # Python 3.10 has the largest dicts
     detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
     assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
 
