@@ -1658,6 +1658,7 @@ class Unit:
     inserted = NOTHING  # what kvproxy set down in it, by label
     stored: Stored | None = None  # as it was sent before
     dropped = False  # a carrier of it is not sent
+    spoken: tuple[str, frozenset[str]] | None = None  # see spoken()
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
@@ -1762,7 +1763,7 @@ ANY = Heard("*")  # a capture holds no answers: what the client says next was th
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "tap", "units")
+    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "relayed", "tap", "units")
 
     def __init__(self, conversation: str, newest: int, prefill: str) -> None:
         self.conversation = conversation
@@ -1772,11 +1773,17 @@ class Record:
         self.kept: list[int] = []  # places of those whose turns are kept
         self.answer: Heard | None = None  # none yet, or an error
         self.tap: Tap | None = None  # what has been relayed of an answer on its way
+        self.relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
 
     def heard(self) -> Heard | None:
         """What the client can have heard by now."""
         tap = self.tap
-        return heard_answer(*tap.windows()) if tap is not None else self.answer
+        if tap is None:
+            return self.answer
+        windows = tap.windows()
+        if self.relayed[0] != windows:  # more of it came
+            self.relayed = windows, heard_answer(*windows)
+        return self.relayed[1]
 
 
 class Line:
@@ -2048,7 +2055,7 @@ class Replay:
         for _, _, other in rivals:
             for at in range(common):
                 mine, theirs = record.units[at], other.units[at]
-                if mine is not theirs and mine.form() != theirs.form():
+                if mine != theirs and mine.form() != theirs.form():
                     common = at
                     break
         if not common:
@@ -2527,9 +2534,11 @@ def letters(text: str) -> str:
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
-    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in unit.calls]
-    return letters("\n".join(texts)), frozenset(calls)
+    if unit.spoken is None:
+        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+        calls = [plain(name) for name, _ in unit.calls]
+        unit.spoken = letters("\n".join(texts)), frozenset(calls)
+    return unit.spoken
 
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
@@ -2547,7 +2556,7 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
-    opening = letters(record.prefill + answer.opening)
+    opening = record.prefill + answer.opening
     if answer.complete and said == opening:
         return 2 if said else 0
     for heard in (opening, answer.closing):
@@ -3836,6 +3845,7 @@ class Response(http.client.HTTPResponse):
     fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     length: int | None
+    keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
         """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
@@ -3864,6 +3874,21 @@ class Response(http.client.HTTPResponse):
         else:
             self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
+        closes = re.search(r"(?i)\bclose\b", ",".join(headers.all("connection")))
+        framed = self.chunked or self.length is not None
+        self.keeps = framed and not closes and line.startswith(b"HTTP/1.1")
+
+    def release(self) -> bool:
+        """Let go of the connection, at the end of the body; whether it can be used again."""
+        reader, self.fp = self.fp, None
+        reader.raw.wait = never_wait
+        with suppress(ConnectionError):
+            try:
+                reader.peek(1)
+            except BlockingIOError:  # nothing came that nobody asked for
+                reader.detach()  # else it would close the connection
+                return self.keeps
+        return False
 
     def pieces(self) -> Iterator[Part]:
         """The body as it comes; coded in chunks where only closing tells its end."""
@@ -3888,6 +3913,7 @@ class Upstream(http.client.HTTPConnection):
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
+        self.kept = self.unfinished = False  # after an answer; a request was not sent whole
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
@@ -3908,6 +3934,11 @@ class Upstream(http.client.HTTPConnection):
             head, body = head + body, b""
         self.send(head)
         self.send(body)
+
+    def idle(self) -> bool:
+        """Whether nothing came on a connection that was kept, not even its end."""
+        self.kept = True
+        return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
         """Read ahead: whether the final answer has begun, or the connection has ended."""
@@ -3977,6 +4008,7 @@ class Relay(BaseHTTPRequestHandler):
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
+        self.kept: Any = None  # an Upstream, between two requests
         self.exchange: Any = None  # an Exchange, likewise
         self.patience = self.config.header_timeout  # seconds until the next request
         self.limit = self.config.max_body_mb << 20
@@ -4032,6 +4064,8 @@ class Relay(BaseHTTPRequestHandler):
             self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
+        if self.kept is not None:
+            self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
             with suppress(ClientGone, OSError):
@@ -4053,13 +4087,16 @@ class Relay(BaseHTTPRequestHandler):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
-        wanted = {client: READ}
-        if self.upstream is not None:
-            wanted[self.upstream.sock.fileno()] = READ
+        wanted, upstream = {client: READ}, self.upstream or self.kept
+        if upstream is not None:
+            wanted[upstream.sock.fileno()] = READ
         found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
-        if client not in found and self.upstream.answered():
+        if client not in found and upstream is self.kept:
+            upstream.close()  # the server closes what is idle
+            self.kept = None
+        elif client not in found and upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
@@ -4277,26 +4314,45 @@ class Relay(BaseHTTPRequestHandler):
         self._headers_buffer.append(b"\r\n")
 
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on, once, over a connection of its own, and relay the answer: those that
-        are kept, llama-server closes just when a request goes out."""
-        backend = self.proxy.backend
+        """Send the request on and relay the answer, over the connection of the client's last
+        request while the server keeps that open. It is repeated only where nothing came back on
+        such a one, because the server has just closed it (RFC 9112 section 9.3.1)."""
+        backend, kept = self.proxy.backend, self.kept
+        self.kept = None
+        if kept is not None:
+            passes = exchange.forwarded is None and exchange.request.length  # it goes out once
+            if passes or kept.url is not backend.url or not kept.idle():
+                kept.close()
+            else:
+                with suppress(http.client.RemoteDisconnected):
+                    return self.forward_over(kept, exchange)
         try:
-            self.upstream = upstream = backend.connect()
+            upstream = backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
             text = f"The model server at {backend.name()} cannot be reached ({error})."
             text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
             raise Refused(status, text) from None
+        return self.forward_over(upstream, exchange)
+
+    def forward_over(self, upstream: Upstream, exchange: Exchange) -> None:
+        """Raises RemoteDisconnected where nothing comes back on a connection that was kept."""
+        self.upstream = upstream
         try:
-            self.relay(self.ask(upstream, exchange), exchange)
+            response = self.ask(upstream, exchange)
+            self.relay(response, exchange)
+            if not upstream.unfinished and response.release():
+                self.kept = upstream
         finally:
-            upstream.close()
+            self.upstream = None
+            if self.kept is not upstream:
+                upstream.close()
 
     def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
         """Send a request and read the answer's head. Raises Refused."""
         backend, stream = self.proxy.backend, upstream.sock
-        stream.wait = self.wait_for_server
+        stream.wait, stream.received = self.wait_for_server, 0
         try:
             self.watch(READ, 0)  # the client may have left by now
             self.send_request(upstream, exchange)
@@ -4307,6 +4363,8 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as bad:
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
+            if not stream.received and upstream.kept:
+                raise http.client.RemoteDisconnected("") from None
             if not stream.received:
                 backend.lost()
             text = f"The model server at {backend.name()} closed the connection without an answer"
@@ -4330,6 +4388,7 @@ class Relay(BaseHTTPRequestHandler):
             for data in self.body(request) if passes else ():
                 upstream.send(data)
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
+            upstream.unfinished = True
             if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
