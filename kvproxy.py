@@ -3220,11 +3220,10 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     whole = changed = None
     deepest = reached = -1
     for entry in own:
-        if whole is not None and whole.head == prompt.head:
-            if prompt.turns[deepest : deepest + 1] != entry.turns[deepest : deepest + 1] or (
-                deepest == len(prompt.turns)
-            ):
-                continue  # it has no more in common
+        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
+        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
+        if whole is not None and whole.head == prompt.head and not deeper:
+            continue
         depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
         later = changed is None and depth > deepest and prompt.answered(depth)
         if not (begins and depth >= deepest) and not later:

@@ -9468,7 +9468,87 @@ def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> N
     assert peer.ended()
 
 
-# --- one connection for each request --------------------------------------------------------------
+# --- the connection to the server, which the client's keeps ---------------------------------------
+
+
+def relay_asks(peer: Peer, method: str = "POST", path: str = "/v1/chat/completions") -> Answer:
+    """One more request on a client's connection."""
+    body = RELAY_HELLO if method == "POST" else b""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer.send(head.encode() + body)
+    return peer.response(method)
+
+
+def relay_closing(*answers: bytes | None) -> Script:
+    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
+    is closed."""
+    left = list(answers)
+
+    def script(link: Link, seen: Seen) -> None:
+        answer = left.pop(0) if left else None
+        if answer is None:
+            return link.reply(b"plain")
+        link.send(answer)
+        link.close()
+
+    return script
+
+
+def test_relay_servers_connection_serves_a_clients_next_request(rig: MakeRig) -> None:
+    made = rig()
+    peer = made.raw(b"")
+    for method in ("POST", "GET", "POST"):
+        assert relay_asks(peer, method).status == 200
+    assert made.server.connections == 1
+    other = made.raw(b"")  # another client has one of its own
+    assert relay_asks(other).status == 200
+    assert made.server.connections == 2
+    # A body that is passed on as it comes cannot be sent twice, so it goes out on a new one.
+    assert relay_asks(peer, path="/x").status == 200
+    assert made.server.connections == 3
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, method: str) -> None:
+    """The server closes a used connection on a request without a byte of an answer."""
+    made = rig(relay_closing(None, b"", None, b"", b""))
+    peer = made.raw(b"")
+    assert relay_asks(peer, method).body == relay_asks(peer, method).body == b"plain"
+    assert (len(made.server.seen), made.server.connections) == (3, 2)
+    assert made.server.seen[1].head == made.server.seen[2].head
+    assert made.server.seen[1].body == made.server.seen[2].body
+    answer = relay_asks(peer, method)  # and is closed again
+    assert answer.status == 502 and len(made.server.seen) == 5
+
+
+@pytest.mark.parametrize("part", [b"HTT", RELAY_OK_HEAD + b"Conte", b"garbage\r\n\r\n"])
+def test_relay_request_is_not_repeated_on_a_kept_connection_after_a_part(
+    rig: MakeRig, part: bytes
+) -> None:
+    made = rig(relay_closing(None, part))
+    peer = made.raw(b"")
+    assert relay_asks(peer).status == 200
+    assert relay_asks(peer).status == 502
+    assert len(made.server.seen) == 2
+
+
+@relay_table(
+    "answer",
+    [
+        ("bytes behind", RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n"),
+        ("close", RELAY_OK_HEAD + b"Connection: x, Close\r\nContent-Length: 2\r\n\r\nok"),
+        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+    ],
+)
+def test_relay_connection_that_is_not_kept(rig: MakeRig, answer: bytes) -> None:
+    made = rig(relay_says(answer))
+    peer = made.raw(b"")
+    for number in (1, 2):
+        assert relay_asks(peer).status == 200
+        assert made.server.connections == number
+
+
+# --- what may have run, and what stands behind an answer -------------------------------------------
 
 
 @relay_table(
