@@ -1196,9 +1196,9 @@ SURE = re.compile(  # values that vary by themselves
 )
 MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
+LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status, of ls, of git log
     r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
-    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
 LEARNED = "learned: "  # begins the labels of what was seen to vary
 BLOCK = LEARNED + "block "
@@ -1258,12 +1258,12 @@ class Shape(NamedTuple):
         if start < 0 or line_end(text, self.after, start) >= 0:
             return
         end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
-        block = text[start:end].strip()
-        if end < start or not block or end - start > LEARNED_BLOCK:
+        block = text[start:end].strip("\n")
+        if end < start or not block.strip() or end - start > LEARNED_BLOCK:
             return
         start += text.startswith("\n", start)
         heading = self.after.strip() if len(self.after) <= 120 else ""
-        yield [(start, end)], f"{heading}\n{block}".strip()
+        yield [(start, end)], f"{heading}\n{block}".strip("\n")
 
 
 def line_end(text: str, line: str, start: int = 0) -> int:
@@ -1536,14 +1536,19 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 
 
 # What a program may have written at an end of a user text, though nobody described it: a block in
-# a tag, under a label in brackets, or of labelled JSON; a time in brackets. It counts as a part of
-# the text everywhere but where a client takes it out of its history, or puts a time in.
+# a tag, under a label in brackets, or of labelled JSON; a time in brackets; labelled lines with a
+# time. It counts as a part of the text everywhere but where a client takes it out of its history,
+# or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
 TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
 END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
 LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
 TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
 JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
+
+
+LABELLED = re.compile(r"(?:[A-Z][\w .,&/()-]{1,40}: [^\n]{1,200}(?:\n|\Z)){1,20}(?=\n|\Z)")
+ANY_TIME = re.compile(_CLOCK)
 
 
 def program_lead(text: str, at: int) -> int:
@@ -1555,6 +1560,8 @@ def program_lead(text: str, at: int) -> int:
     if label := JSON_LABEL.match(text, at):
         end = text.find("\n```", label.end(), room)
         return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
+    if (lines := LABELLED.match(text, at)) and ANY_TIME.search(lines[0]):
+        return lines.end()
     label = LABEL.match(text, at)
     if label:
         end = text.find("\n[/", label.end(), room)
@@ -1589,9 +1596,10 @@ def program_tail(text: str, start: int, end: int) -> int:
         elif not TIME_LABEL.match(text, at + 1, end):
             at = -1
     if at < 0:
-        at = text.rfind("\n\n[", room, end)
-        label = LABEL.match(text, at + 2, end) if at >= 0 else None
-        at = at + 1 if label and text.find("\n\n", at + 2, end) < 0 else -1
+        at = text.rfind("\n\n", room, end)
+        lines = LABELLED.fullmatch(text, at + 2, end)
+        timed = lines is not None and ANY_TIME.search(lines[0])
+        at = at + 1 if at >= 0 and (timed or LABEL.match(text, at + 2, end)) else -1
     return at + 1 if at >= start else end
 
 

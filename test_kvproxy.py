@@ -3754,8 +3754,10 @@ LN_PLACES = {  # where it varies in a system prompt; {} is the value
     "heading": "## The current {name}\n{}\n",
     "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
     "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "files": "The {name} has:\n  a.py\n  {}.py\n  lib/",
     "fence": "The {name}:\n```\n?? {}.txt\n```",
 }
+LN_LISTINGS = ("listing", "fence", "files")
 LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
     "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
     "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
@@ -3763,6 +3765,8 @@ LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) 
     "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
     "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
     "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "labels": (True, "Time: 2026-11-30 10:15:{}\nMood of the {name}: calm\n\n"),
+    "last line": (False, "\n\nSent at: 2026-11-30 10:15:{}"),
     "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
 }
 
@@ -3778,7 +3782,7 @@ class LnClient:
         ]
         self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
         self.kinds = {
-            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
+            place: "label" if place in LN_LISTINGS else rng.choice(list(LN_VALUES))
             for place in self.places
         }
         self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
@@ -3810,7 +3814,7 @@ class LnClient:
         )
 
     def sure(self, place: str) -> bool:
-        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
+        return place in LN_LISTINGS or (self.kinds[place] in LN_SURE and place != "block")
 
     def newest(self, text: str) -> list[Turn]:
         if not self.block:
