@@ -4898,7 +4898,10 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-            (self.still.clear if self.running else self.still.set)()
+            if not self.running:
+                self.still.set()
+            elif self.running == change:
+                self.still.clear()
 
     def finished(self, exchange: Exchange) -> None:
         """Read an answer's numbers and record the request; if less was reused than should have
