@@ -5670,7 +5670,7 @@ dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 .row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
 </style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
-<main>%(main)s</main>%(more)s
+<main>%(main)s</main>
 <script nonce="%(nonce)s">
 addEventListener("click", async (event) => {
   const button = event.target.closest("[data-copy]");
@@ -5881,18 +5881,17 @@ class Pages:
 
     # --- the page ---------------------------------------------------------------------------------
 
-    def html(self, title: str, main: str, more: str = "") -> Answer:
+    def html(self, title: str, main: str) -> Answer:
         """A page of these parts, which are HTML."""
         nonce = uuid.uuid4().hex
-        parts = {"title": title, "main": main, "more": more, "nonce": nonce}
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        body = (PAGE % {**parts, "version": __version__}).encode("utf-8", "replace")
-        return 200, body, headers, "text/html; charset=utf-8"
+        parts = {"title": title, "main": main, "nonce": nonce, "version": __version__}
+        return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
         """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of a
@@ -5927,7 +5926,7 @@ class Pages:
             line = COPY.format(html.escape(SHELL.format(port, name)))
             more = f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
             more += f" http://127.0.0.1:{port}/kvproxy</p>"
-        return self.html(html.escape(state), MAIN.format(**parts), more)
+        return self.html(parts["state"], MAIN.format(**parts) + more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
@@ -6099,9 +6098,9 @@ class Pages:
         elif usage.read() is None:
             told = "reuse not reported"
         when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
-        when = f"<time>{when}</time>"
+        when = f"#{number} <time>{when}</time>"
         if near:
-            when = f'<a href="/kvproxy/requests/{number}" aria-label="Request {number}">{when}</a>'
+            when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
         cells = [html.escape(told), f"{waits(exchange)}", *self.cells(exchange)]
         line = when + "".join(f"<span>{cell}</span>" for cell in cells)
         return ITEM.format(line, "".join(self.verdict(exchange, near)))
