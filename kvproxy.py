@@ -107,8 +107,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case. Raises
-    ConfigError."""
+    """Every setting; the environment variable of the same name is in upper case. Raises ConfigError
+    for a value that is not allowed: Config(listen_port=1235), Config.from_env(os.environ)."""
 
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
@@ -597,7 +597,8 @@ class Reader:
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request, in counts; `note` says why a body was left alone."""
+    """What was done to one request: numbers of turns (items, items_modified), of texts taken out,
+    moved, lifted, sent again or left out; `note` says why a body was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -953,7 +954,10 @@ def scrub(
 ) -> tuple[Json, Report]:
     """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
     and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
-    is chat, responses, messages or completions; without it the body's shape decides."""
+    is chat, responses, messages or completions; without it the body's shape decides. Raises
+    ValueError for another one.
+
+        body, report = scrub(body, Config(strip_message_ids="1"))"""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
@@ -4756,7 +4760,12 @@ REMOVED = (
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread."""
+    Use it as a context manager, or call start() and stop() from any thread:
+
+        with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
+            print(proxy.url)
+
+    Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -5130,6 +5139,10 @@ class Judged(NamedTuple):
     prompt: int
     verdict: Verdict
     conversation: str
+
+    def missed(self, least: float) -> bool:
+        """Whether less than this share was reused of what should have been."""
+        return self.verdict.name in MISSES and self.cached < least * self.prompt
 
 
 def reused_share(prompts: Collection[Judged]) -> float | None:
@@ -5712,8 +5725,8 @@ if (document.getElementById("facts")) setInterval(async () => {
 MAIN = """
 <p id="off" class="fair">{off}</p>
 <p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
-<div id="facts">{facts}</div><div id="learned">{learned}</div>
-<h2>Last requests</h2><div id="requests">{rows}</div>"""
+<div id="facts">{facts}</div>{far}
+<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
@@ -5721,13 +5734,7 @@ COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-SWITCHES = {
-    "scrub": "every body is forwarded as it came",
-    "replay": "history is not sent again as it was sent first",
-    "lift": "what varies stays in the system prompt",
-    "learn": "only what known clients write is found",
-    "system_first": "system messages stay where they are",
-}
+SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
 SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
@@ -5907,14 +5914,14 @@ class Pages:
             recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
         rows = f"<ol>{rows}</ol>" * bool(rows) + self.groups(recent, near)
         none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
-        off = [f"{name.upper()}=0 ({why})" for name, why in SWITCHES.items()
-               if not getattr(config, name)]  # fmt: skip
+        fields = Config.__dataclass_fields__
+        off = [name for name in SWITCHES if not getattr(config, name)]
+        off = [f"{name.upper()}=0 ({fields[name].metadata['help']})" for name in off]
         parts = {"state": html.escape(state), "tone": tone, "hint": hint, "facts": facts}
-        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "learned": ""}
-        parts["rows"] = rows or f"<p>{none}.</p>"
+        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "far": ""}
+        parts |= {"rows": rows or f"<p>{none}.</p>", "learned": self.learned() if near else ""}
         more = ""
         if near:
-            parts["learned"] = self.learned()
             settings = dataclasses.asdict(config).items()
             told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
             more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
@@ -5924,8 +5931,10 @@ class Pages:
             found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
             name = found[1].strip("[]") if found else "THAT-MACHINE"
             line = COPY.format(html.escape(SHELL.format(port, name)))
-            more = f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
-            more += f" http://127.0.0.1:{port}/kvproxy</p>"
+            parts["far"] = (
+                f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
+                f" http://127.0.0.1:{port}/kvproxy</p>"
+            )
         return self.html(parts["state"], MAIN.format(**parts) + more)
 
     def request_page(self, exchange: Exchange) -> Answer:
@@ -5944,16 +5953,11 @@ class Pages:
         }
         main = [f'<p class="state">{title}</p>{defined(facts)}', *self.verdict(exchange)]
         if "where it goes" in row:
-            shares = [
-                (f"tool {name}", n) for name, n in row["where it goes"]["largest tools"].items()
-            ]
-            shares = [
-                (key, row["where it goes"][key]) for key in ("system", "tools", "turns")
-            ] + shares
-            told = {name: f"{n:,}" for name, n in shares}
+            weights = row["where it goes"]
+            told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
+            told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
             main.append(f"<h2>Where its tokens go, estimated</h2>{defined(told)}")
-        lines = [diff_line(line) for line in row["diff"]] or ["Nothing."]
-        changed = "\n".join(lines)
+        changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
         main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
         if exchange.answer:
             main.append(f"<h2>The answer begins</h2><pre>{html.escape(exchange.answer)}</pre>")
@@ -5971,17 +5975,10 @@ class Pages:
     def state(self, near: bool) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains and cures it, as HTML.
         Words of a prompt are for this machine only."""
-        metrics, known = self.proxy.metrics, self.proxy.backend.known
+        metrics = self.proxy.metrics
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
         if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
-            told = html.escape(last.error or last.fault) if near else ""
-            if last.status not in (502, 503, 504):
-                return f"The last request failed ({last.status or 'cut'})", "bad", paragraph(told)
-            if known and "state" not in known:
-                return "The model server answers again", "fair", paragraph(self.server())
-            words = "is not ready" if last.status == 503 else "does not answer"
-            told = told or "It may be loading its model."
-            return f"The model server {words} ({last.status})", "bad", paragraph(told)
+            return self.failure(last, near)
         if not metrics.window:
             reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
             if metrics.judged and not reported:
@@ -5996,43 +5993,49 @@ class Pages:
         name, least = metrics.window[-1].conversation, self.proxy.config.warn_reuse
         newest = [one for one in judged if one.conversation == name] or judged
         rate, again = reused_share(newest) or 0.0, 0
-        for one in reversed(judged):
-            if one.verdict.name not in MISSES or one.cached >= least * one.prompt:
-                break
+        while again < len(judged) and judged[-1 - again].missed(least):
             again += 1
-        hint = (
-            f"Share of the newest conversation's prompt tokens ({counted(len(newest), 'prompt')};"
-        )
-        hint += f" {firsts} not counted)."
         if rate >= least and again < 3:
+            hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
+            hint += f" conversation; {firsts} not counted."
             return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
-        hint = f"{metrics.cause('cold').capitalize()}."
-        misses = [one for one in judged if one.verdict.name in MISSES]
-        misses.sort(key=lambda one: one.cached < least * one.prompt)  # the newest one of these last
-        missed = misses[-1].verdict if misses else None
-        cure, state = "", f"The cache misses: only {int(100 * rate)}% reused"
-        if missed is not None and again >= 3:
-            state = f"The last {again} prompts were read again: {missed.name}"
-        if missed is not None and near and missed.line():
-            hint += f" Last: {spoken_line(missed)}"
-            cure = copied(missed.cure)
+        state = f"The cache misses: only {int(100 * rate)}% reused"
+        if again >= 3:
+            state = f"The last {again} prompts were read again: {judged[-1].verdict.name}"
+        hint, cure = f"{metrics.cause('cold').capitalize()}.", ""
+        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
+        if missed and near:
+            hint += f" Last: {spoken_line(missed[-1])}"
+            cure = copied(missed[-1].cure)
         return state, "bad", paragraph(html.escape(hint)) + cure
 
+    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
+        """What state() tells when the last request failed."""
+        known, told = self.proxy.backend.known, html.escape(last.error or last.fault) * near
+        state = f"The last request failed ({last.status})"
+        if last.status in (502, 503, 504):
+            if known and "state" not in known:
+                told = paragraph(html.escape(self.server()))
+                return "The model server answers again", "fair", told
+            words = "is not ready" if last.status == 503 else "does not answer"
+            state = f"The model server {words} ({last.status})"
+            told = told or "It may be loading its model."
+        return state, "bad", paragraph(told)
+
     def server(self) -> str:
-        """Where the model server is, and what it told of itself, as HTML."""
+        """Where the model server is, and what it told of itself."""
         known = described(self.proxy.backend.known)
-        return html.escape(self.proxy.backend.name() + (f": {known}" if known else ""))
+        return self.proxy.backend.name() + (f": {known}" if known else "")
 
     def invitation(self) -> str:
         """What to do when no prompt came yet, as HTML."""
         url = html.escape(self.proxy.url)
         told = "<p>Give your agent this address instead of the server's, and send something:</p>"
         told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
+        there = html.escape(self.server())
         if self.proxy.backend.known:
-            return told + f'<p class="good">The model server answers at {self.server()}</p>'
-        return (
-            told + f'<p class="bad">No model server answers at {self.server()}. {USUAL_PORTS}</p>'
-        )
+            return f'{told}<p class="good">The model server answers at {there}</p>'
+        return f'{told}<p class="bad">No model server answers at {there}. {USUAL_PORTS}</p>'
 
     def facts(self) -> str:
         metrics, proxy = self.proxy.metrics, self.proxy
@@ -6044,7 +6047,7 @@ class Pages:
             "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
-            "server": html.unescape(self.server()),
+            "server": self.server(),
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
@@ -6063,8 +6066,8 @@ class Pages:
         names: dict[int, str] = {}
         found: dict[str, list[Exchange]] = {}
         for one in reversed(recent):
-            goes_on = one.verdict is not None and one.verdict.name != "new branch"
-            base = names.get(one.verdict.base) if one.verdict is not None and goes_on else None
+            verdict = one.verdict or Verdict()
+            base = names.get(verdict.base) if verdict.name != "new branch" else ""
             names[one.number] = base or one.trace.conversation
         for one in recent:
             found.setdefault(names[one.number], []).append(one)
@@ -6101,7 +6104,7 @@ class Pages:
         when = f"#{number} <time>{when}</time>"
         if near:
             when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
-        cells = [html.escape(told), f"{waits(exchange)}", *self.cells(exchange)]
+        cells = [html.escape(told), waits(exchange), *self.cells(exchange)]
         line = when + "".join(f"<span>{cell}</span>" for cell in cells)
         return ITEM.format(line, "".join(self.verdict(exchange, near)))
 
@@ -6111,12 +6114,9 @@ class Pages:
         if near and (exchange.error or exchange.fault):
             found.append(f'<p class="bad">{html.escape(exchange.error or exchange.fault)}</p>')
         if verdict is not None:
-            side = f" ({verdict.side} request)" if verdict.side else ""
-            tone, kind = TONES.get(verdict.name, ""), f" ({verdict.step})" * bool(verdict.step)
-            kind = side or kind
-            found.append(
-                f'<p><b class="{tone}">{verdict.name}</b>{kind}: {VERDICTS[verdict.name]}</p>'
-            )
+            kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
+            name = f'<b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>'
+            found.append(f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>")
             if near and verdict.line():
                 found.append(f'<p class="soft">{html.escape(spoken_line(verdict))}</p>')
                 found.append(copied(verdict.cure))
@@ -6224,7 +6224,8 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
+    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
+    headers |= bearer(os.environ.get("API_KEY", ""))
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
