@@ -1966,7 +1966,8 @@ class Replay:
             joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
             if joins or said.carrier:
                 unit.add(turn, said)
-                joined.append(unit)
+                if joined[-1] is not unit:
+                    joined.append(unit)
             else:
                 unit = Unit(role, [turn], [said])
                 units.append(unit)

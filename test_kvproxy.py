@@ -5059,6 +5059,16 @@ class RpDesk:
         return rp_prompt(json.loads(view.dump()))
 
 
+def test_replay_many_carriers_cost_little() -> None:
+    """Thousands of messages that are decorations alone, behind one user turn."""
+
+    def make(size: int) -> list[Turn]:
+        notes = [("user", f"<system-reminder>{n}</system-reminder>") for n in range(size)]
+        return [("user", "hi"), *notes, ("assistant", "hello"), ("user", "go")]
+
+    assert_linear(lambda turns: RpDesk().send(turns), make, 4096)
+
+
 def rp_held(lines: Any) -> int:
     """Bytes of the lines that are kept; their books must agree."""
     kept = list(lines.used.values())
