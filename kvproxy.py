@@ -5017,7 +5017,7 @@ class Proxy:
             if self.log.isEnabledFor(logging.INFO):
                 with self.telling:
                     for line in log_lines(exchange):
-                        self.log.info("%s", line)
+                        self.log.info("%s", line, extra={"request": f"#{exchange.number} "})
             if warning:
                 self.log.warning("%s", warning)
         if ask:
@@ -5107,8 +5107,7 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: a line, and another one when a prompt was not reused for a reason."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
-    number = f"#{exchange.number} "
-    parts = [f"{number}{request.method} {printable(request.path)}"]
+    parts = [f"{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
         counts = dict(vars(exchange.report))
         note = counts.pop("note")
@@ -5130,7 +5129,7 @@ def log_lines(exchange: Exchange) -> list[str]:
         parts.append(f"status={exchange.status or '-'}")
     reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
-    return [*lines, f"{number}    {reason}"] if reason else lines
+    return [*lines, "    " + reason] if reason else lines
 
 
 class Judged(NamedTuple):
@@ -6652,7 +6651,8 @@ def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    form = "%(asctime)s %(levelname)s %(request)s%(message)s"
+    handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
