@@ -3168,6 +3168,7 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
+    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     place: int = 0  # of the segment where they part
@@ -3214,7 +3215,7 @@ class Ledger:
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.whole = case.base is not None and prompt.goes_on(base)
+        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
@@ -3268,9 +3269,11 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
             changed, reached = entry, depth
         elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
             whole, deepest = entry, depth
-    newest = next((one for one in own if not one.side), whole)
-    if whole is None or newest is None or newest is whole or deepest <= reached:
+    if whole is None or deepest <= reached:
         return whole if deepest > reached else changed
+    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
+    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
+        return whole
     said = prompt.segments[prompt.first + deepest :]
     while said and "(assistant)" not in said[-1][0]:
         said.pop()
@@ -3359,8 +3362,8 @@ def cure_of(case: Case, config: Config) -> str:
     for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
             return f"{switch.upper()}=1, which is off"
-    if case.learned and case.base is not None:
-        both = (one.sent or one for one in (case.base, case.prompt))
+    if case.learned and case.compared is not None:
+        both = (one.sent or one for one in (case.compared, case.prompt))
         was, now = [lift_text(one.system, LIFTS)[0] for one in both]
         texts = was, now
     name = "LIFT_REGEX" if system else "REPLAY_REGEX"

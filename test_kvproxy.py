@@ -6480,6 +6480,10 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ).encode()
     usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
     assert (usage.prompt, usage.cached) == (100, None)
+    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
+    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
+        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
+        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
@@ -7240,6 +7244,57 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
         "rewritten turn 1 (user) text",
         r"STRIP_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
     ),
+    "notes that move to the end in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+                {"role": "user", "content": EX_NOTES.format("blue").strip()},
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "",
+    ),
+    "notes that are renewed in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_NOTES.format("blue") + EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "STRIP_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "notes that go when they are old": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_NOTES.format("red") + EX_THEN, "Nine.", "Thanks."),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+    ),
+    "a first message that goes and comes": (
+        [
+            ex_chat(EX_NOTES + EX_ASK),
+            ex_chat(EX_ASK, ex_thought("", tool_calls=EX_CALLS[:1]), EX_PAIR[0]),
+            (
+                ex_chat(
+                    EX_NOTES + EX_ASK,
+                    ex_thought("", tool_calls=EX_CALLS[:1]),
+                    EX_PAIR[0],
+                    ex_thought("So."),
+                    {"role": "user", "content": "x"},
+                ),
+                0.5,
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+    ),
     "a frame around the text": (
         [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
@@ -7546,6 +7601,82 @@ def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> Non
     assert ex_play(steps, config=Config(**known))[-1].cure == ""
     assert ex_play(steps, config=Config(scrub=False))[-1].cure == "SCRUB=1, which is off"
     assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
+
+
+def test_explain_cure_tells_its_price() -> None:
+    line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
+    assert line.endswith(
+        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    )
+
+
+EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
+    # a part of the system prompt, what is told of its value, and the LIFT_REGEX
+    "a line": (
+        "The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^The hour is .*$",
+    ),
+    "a sentence": (
+        "Be kind. The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^Be kind\\. The hour is .*$",
+    ),
+    "a listing": (
+        "Files here:\n M src/{word}.py\nNo more files.",
+        ("M src/one.py", "M src/two.py"),
+        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["goes on", "new conversation"])
+@pytest.mark.parametrize("name", EX_LEARNED)
+def test_explain_what_was_learned(name: str, fresh: bool, rig: MakeRig) -> None:
+    """The one request that misses says what varied there, that it is lifted from now on, and which
+    setting spares it; with that, nothing misses."""
+    line, values, pattern = EX_LEARNED[name]
+    bodies = []
+    for number, word in enumerate(("one", "two", "three")):
+        system = f"{EX_RULES}\n{line.format(number=number, word=word)}\n{EX_LONG}"
+        turns = [f"Question {word}."] if fresh else [EX_ASK, "ok", EX_THEN, "ok", "Thanks."]
+        bodies.append(ex_chat(*turns[: 2 * number + 1], system=system))
+    found = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)
+    verdict = found[1].verdict
+    assert (verdict.where, verdict.before, verdict.after) == ("system", *values)
+    told = "; learned: it is lifted from now on; from the first request on with LIFT_REGEX="
+    assert verdict.line().endswith(f"{told}'{pattern}'")
+    later = "new branch" if fresh else "extended"
+    assert [one.verdict.name for one in found] == ["cold", "rewritten", later]
+    found = ex_exchange(rig(ex_llama(ex_template), lift_regex=(pattern,)), EX_CHAT_PATH, bodies)
+    assert [one.verdict.name for one in found] == ["cold", later, later]
+
+
+def test_explain_more_changed_than_was_learned(rig: MakeRig) -> None:
+    """What else changed is named."""
+    systems = (
+        f"{EX_RULES}\nThe hour is 2026-11-29 09:1{n}.\n{EX_LONG}\nMode: {mode}"
+        for n, mode in enumerate(("plan", "act"))
+    )
+    bodies = [
+        ex_chat(*more, system=system)
+        for system, more in zip(systems, ([EX_ASK], [EX_ASK, EX_SAID, EX_THEN]), strict=True)
+    ]
+    verdict = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)[1].verdict
+    assert (verdict.before, verdict.after) == ("Mode: plan", "Mode: act")
+    assert verdict.line().endswith("LIFT_REGEX='^Mode: .*$'")
+
+
+def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
+    """Of a stream: the time to its first byte, beside that of the conversation's first request."""
+    found = ex_exchange(rig(ex_scripted(None)), EX_CHAT_PATH, ex_talk(3))
+    assert [one.verdict.name for one in found] == ["cold", "not reported", "not reported"]
+    pattern = r"\d+ ms to the first byte for each 1,000 characters, after \d+ in this conversation's first request"
+    lines = [one.verdict.line() for one in found]
+    assert not lines[0] and all(re.fullmatch(pattern, line) for line in lines[1:])
+    size = ex_prompt(json.loads(found[0].forwarded)).size
+    first = 1_000_000 * (found[0].begun - found[0].sent) / size
+    assert {int(line.split("after ")[1].split()[0]) for line in lines[1:]} == {round(first)}
 
 
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
@@ -8147,6 +8278,38 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     assert (verdict.name, verdict.kind) == ("lost", "taken")
     assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_template_of_other_bodies_than_chats(rig: MakeRig) -> None:
+    """The server renders chats only; so the template stays a possible cause."""
+    one = rig(ex_scripted((0, 1000, 1.0), (0, 1100, 1.0)))
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a line"}
+    turns: list[Any] = [
+        {"role": "user", "content": EX_HI},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    bodies = [{"system": EX_LONG, "messages": turns[:count], "stream": True} for count in (3, 5)]
+    found = ex_exchange(one, "/v1/messages", bodies)
+    assert found[1].verdict.name == "lost"
+    assert found[1].verdict.advice.endswith(
+        "; or else the chat template renders old turns in another way now"
+        " (/apply-template tells that of chat completions only)"
+    )
+    assert {seen.target for seen in one.server.seen} <= {"/v1/messages", "/props", "/v1/models"}
+
+
+def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> None:
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    bodies = [ex_loop(1), other, ex_loop(1, *done)]
+    for thinking, words in ((False, "another conversation"), (True, "--chat-template-file")):
+        one = rig(ex_llama(functools.partial(ex_template, thinking=thinking)))
+        line = ex_exchange(one, EX_CHAT_PATH, bodies)[2].verdict.line()
+        assert words in line and "or else" not in line
 
 
 def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
