@@ -5767,28 +5767,33 @@ class Pages:
             key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
         }
 
-    def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded, and what differs between the two
-        prompts, where these are not too long. Takes at most ten times the body's memory, or 64
-        times DIFF_BYTES."""
+    def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
+        """What stands about a request beside its bodies: what differs between the two prompts, and
+        where its tokens go, if the bodies are not too long."""
         row: Json = {**self.row(exchange), "diff": []}
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
         prompts = list[list[Segment]]()
         with contextlib.suppress(Unreadable, RecursionError):
             for raw in bodies:
-                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                if raw is not None and exchange.dialect is not None and comparable(raw):
                     view = view_of(parse(raw), exchange.dialect)
                     prompts.append(Prompt(view).segments if view is not None else [])
         if len(prompts) == 2:
             row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
             row["diff"] = difference(*prompts)
-        body = json.dumps(row)[:-1].encode()
+        return row
+
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded. Takes at most ten times the memory
+        of the two."""
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        body = bytearray(row.encode("utf-8", "backslashreplace"))
+        del row
         for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
-            body += name
-            body += json.dumps(
-                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
-            ).encode()
-        return 200, body + b"}", self.HEADERS, "application/json"
+            text = None if raw is None else raw.decode("utf-8", "replace")
+            body += name + json.dumps(text, ensure_ascii=False).encode()
+        body += b"}"
+        return 200, body, self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -5900,6 +5905,14 @@ class Pages:
 
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
+
+
+def comparable(raw: bytes | bytearray) -> bool:
+    """Whether a body is short, and would take only a few times its size when it is parsed."""
+    if len(raw) > DIFF_BYTES:
+        return False
+    values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
+    return values < 10_000 or values <= 8 * len(raw)
 
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
@@ -6163,9 +6176,12 @@ def command_inspect(args: Words, config: Config) -> int:
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
         cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        text = found.pop("cure") or advice(cause, config)
-        text = f"kvproxy cures {found['cured']} of them; else {text}" if found["cured"] else text
-        found["advice"] = f"{text[0].upper()}{text[1:]}." if "_REGEX" not in text[:12] else text
+        cure = found.pop("cure")
+        text = cure or advice(cause, config)
+        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
+        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
+        found["advice"] = also.join(filter(None, (cured, text)))
         if found["cured"] == found["requests"]:
             found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
