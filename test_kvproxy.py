@@ -13453,6 +13453,28 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     assert listed == [found["cause"] for found in findings]
 
 
+def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
+    """kvproxy lifts a line once it has varied; with the setting, from the first request on."""
+    talk = [
+        ex_talk(n + 1, f"{EX_RULES}\nHour: 2026-11-29 09:1{n}\n{EX_LONG}")[-1] for n in range(3)
+    ]
+    _, findings = ex_rows_of(ex_captured(*talk))
+    assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
+    cure = "LIFT_REGEX='^Hour: .*$'"
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them, and all with {cure}"
+    pattern = cure.partition("=")[2].strip("'")
+    reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
+    rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
+    assert [row["cured"] for row in rows] == [None, True, True]
+
+
+def test_commands_inspect_tells_the_price_of_a_cure() -> None:
+    steps = EX_CURED["notes that are renewed in a tool loop"][0]
+    _, findings = ex_rows_of(ex_captured(*steps))
+    told = "This cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    assert findings[0]["advice"] == told
+
+
 def test_commands_inspect_says_what_kvproxy_cures() -> None:
     def body(n: int) -> Json:
         meta = json.dumps(
