@@ -3678,19 +3678,32 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
-    largest, turns."""
-    sizes: collections.Counter[str] = collections.Counter()
+def weights_of(
+    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None = None
+) -> Json:
+    """Where the tokens of a prompt go: system, tools with the five largest, turns. `count` has the
+    server count a text's tokens; without it they are estimated from the characters."""
+    texts: dict[str, list[str]] = {"system": [], "tools": [], "turns": []}
     for name, text in segments:
-        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
-    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
-    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
-    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
-    largest = dict(itertools.islice(tools.items(), 5))
-    turns = tokens_of.get("turn", 0)
-    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
+        kind = name.split()[0]
+        texts[{"system": "system", "tool": "tools"}.get(kind, "turns")].append(text)
+    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
+    largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
+    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
+    size = sum([len(text) for _, text in segments])
+    rate = (tokens or size / 4) / (size or 1)
+    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
+    counts = (
+        []
+        if count is None
+        else list(itertools.takewhile(lambda n: n is not None, map(count, parts)))
+    )
+    numbers = counts if len(counts) == len(parts) else numbers
+    return {
+        **dict(zip(texts, numbers, strict=False)),
+        "estimated": numbers is not counts,
+        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
+    }
 
 
 # ==================================================================================================
@@ -5050,6 +5063,16 @@ class Proxy:
         if ask:
             self.asking.release()
 
+    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
+        """Has the server count the tokens of a text, while it is idle."""
+
+        def count(text: str) -> int | None:
+            asked = dump({"content": text}), key_of(exchange.request)
+            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
+        return count if self.still.is_set() else None
+
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Have the server render a prompt and the one that it goes on from; if it renders old turns
         in another way than before, that is why it had to read them again."""
@@ -5063,7 +5086,7 @@ class Proxy:
             return
         if base is None or before is None:
             return
-        key = exchange.request.get("authorization").removeprefix("Bearer ")
+        key = key_of(exchange.request)
         for one in (before, exchange):
             answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
@@ -5076,6 +5099,11 @@ class Proxy:
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
+
+
+def key_of(request: Request) -> str:
+    """The API key that a client sent to the server."""
+    return request.get("authorization").removeprefix("Bearer ")
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5778,7 +5806,8 @@ class Pages:
                     view = view_of(parse(raw), exchange.dialect)
                     prompts.append(Prompt(view).segments if view is not None else [])
         if len(prompts) == 2:
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            count = self.proxy.token_counter(exchange)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
             row["diff"] = difference(*prompts)
         return row
 

@@ -13233,6 +13233,24 @@ def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: in
         assert status == 200 or b"secret prompt" not in answer[1]
 
 
+def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
+    """The server is asked when the page is opened, with the client's key; not while it works."""
+    tools = [tool_of("chat", f"t{n}", "word " * 50 * n) for n in range(7)]
+    one = rig(ex_llama(ex_template))
+    body = ex_chat("one two three", system="be good", tools=tools)
+    ex_exchange(one, EX_CHAT_PATH, [body], "Authorization: Bearer k1\r\n")
+    found = one.get("/kvproxy/requests/1").json()["where it goes"]
+    assert (found["system"], found["turns"], found["estimated"]) == (2, 3, False)
+    counts = {tool["function"]["name"]: len(json.dumps(tool).split()) for tool in tools}
+    assert found["tools"] == sum(counts.values())
+    assert found["largest tools"] == {f"t{n}": counts[f"t{n}"] for n in (6, 5, 4, 3, 2)}
+    asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
+    assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
+    one.proxy.still.clear()
+    assert one.get("/kvproxy/requests/1").json()["where it goes"]["estimated"] is True
+    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 8
+
+
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
