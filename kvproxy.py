@@ -3419,6 +3419,8 @@ def strip_pattern(case: Case, pattern: str) -> str:
     """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
     message is empty; '' where that is not so."""
     said = [text for one in (case.base, case.prompt) if one for text in one.said()]
+    if "<system-reminder>" in pattern:  # clients tell many things in this way
+        return ""
     if not case.clients(pattern) or not all(without_block(pattern, text).strip() for text in said):
         return ""
     for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):

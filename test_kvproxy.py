@@ -7277,6 +7277,20 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
         "rewritten turn 3 (user) text",
         r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
+    "a reminder that goes when it is old": (
+        [
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                "<system-reminder>\nx\n</system-reminder>\n" + EX_THEN,
+                "Nine.",
+                "Thanks.",
+            ),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        "",
+    ),
     "a first message that goes and comes": (
         [
             ex_chat(EX_NOTES + EX_ASK),
