@@ -1902,7 +1902,8 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
     replay = kvproxy.Replay(Config())
 
     def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
-        return turn.json(), replay.said(turn), turn.text()
+        view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
+        return turn.json(), replay.said(turn), kvproxy.Prompt(view).segments[0][1], turn.text()
 
     for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
         turn = kvproxy.turn_of({"role": "user", "content": content})
@@ -1926,7 +1927,6 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
 
 
 SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
-scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
 CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
 
 
@@ -2143,6 +2143,7 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
 
+scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
 # Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
 # names.
 SCRUB_VALUES = (
@@ -3753,8 +3754,10 @@ LN_PLACES = {  # where it varies in a system prompt; {} is the value
     "heading": "## The current {name}\n{}\n",
     "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
     "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "files": "The {name} has:\n  a.py\n  {}.py\n  lib/",
     "fence": "The {name}:\n```\n?? {}.txt\n```",
 }
+LN_LISTINGS = ("listing", "fence", "files")
 LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
     "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
     "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
@@ -3762,6 +3765,8 @@ LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) 
     "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
     "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
     "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "labels": (True, "Time: 2026-11-30 10:15:{}\nMood of the {name}: calm\n\n"),
+    "last line": (False, "\n\nSent at: 2026-11-30 10:15:{}"),
     "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
 }
 
@@ -3777,7 +3782,7 @@ class LnClient:
         ]
         self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
         self.kinds = {
-            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
+            place: "label" if place in LN_LISTINGS else rng.choice(list(LN_VALUES))
             for place in self.places
         }
         self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
@@ -3809,7 +3814,7 @@ class LnClient:
         )
 
     def sure(self, place: str) -> bool:
-        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
+        return place in LN_LISTINGS or (self.kinds[place] in LN_SURE and place != "block")
 
     def newest(self, text: str) -> list[Turn]:
         if not self.block:
@@ -5050,6 +5055,16 @@ class RpDesk:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
         return rp_prompt(json.loads(view.dump()))
+
+
+def test_replay_many_carriers_cost_little() -> None:
+    """Thousands of messages that are decorations alone, behind one user turn."""
+
+    def make(size: int) -> list[Turn]:
+        notes = [("user", f"<system-reminder>{n}</system-reminder>") for n in range(size)]
+        return [("user", "hi"), *notes, ("assistant", "hello"), ("user", "go")]
+
+    assert_linear(lambda turns: RpDesk().send(turns), make, 4096)
 
 
 def rp_held(lines: Any) -> int:
@@ -7638,7 +7653,7 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     ),
     "a listing": (
         "Files here:\n M src/{word}.py\nNo more files.",
-        ("M src/one.py", "M src/two.py"),
+        (" M src/one.py", " M src/two.py"),
         r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
     ),
 }
@@ -9647,7 +9662,87 @@ def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> N
     assert peer.ended()
 
 
-# --- one connection for each request --------------------------------------------------------------
+# --- the connection to the server, which the client's keeps ---------------------------------------
+
+
+def relay_asks(peer: Peer, method: str = "POST", path: str = "/v1/chat/completions") -> Answer:
+    """One more request on a client's connection."""
+    body = RELAY_HELLO if method == "POST" else b""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer.send(head.encode() + body)
+    return peer.response(method)
+
+
+def relay_closing(*answers: bytes | None) -> Script:
+    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
+    is closed."""
+    left = list(answers)
+
+    def script(link: Link, seen: Seen) -> None:
+        answer = left.pop(0) if left else None
+        if answer is None:
+            return link.reply(b"plain")
+        link.send(answer)
+        link.close()
+
+    return script
+
+
+def test_relay_servers_connection_serves_a_clients_next_request(rig: MakeRig) -> None:
+    made = rig()
+    peer = made.raw(b"")
+    for method in ("POST", "GET", "POST"):
+        assert relay_asks(peer, method).status == 200
+    assert made.server.connections == 1
+    other = made.raw(b"")  # another client has one of its own
+    assert relay_asks(other).status == 200
+    assert made.server.connections == 2
+    # A body that is passed on as it comes cannot be sent twice, so it goes out on a new one.
+    assert relay_asks(peer, path="/x").status == 200
+    assert made.server.connections == 3
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, method: str) -> None:
+    """The server closes a used connection on a request without a byte of an answer."""
+    made = rig(relay_closing(None, b"", None, b"", b""))
+    peer = made.raw(b"")
+    assert relay_asks(peer, method).body == relay_asks(peer, method).body == b"plain"
+    assert (len(made.server.seen), made.server.connections) == (3, 2)
+    assert made.server.seen[1].head == made.server.seen[2].head
+    assert made.server.seen[1].body == made.server.seen[2].body
+    answer = relay_asks(peer, method)  # and is closed again
+    assert answer.status == 502 and len(made.server.seen) == 5
+
+
+@pytest.mark.parametrize("part", [b"HTT", RELAY_OK_HEAD + b"Conte", b"garbage\r\n\r\n"])
+def test_relay_request_is_not_repeated_on_a_kept_connection_after_a_part(
+    rig: MakeRig, part: bytes
+) -> None:
+    made = rig(relay_closing(None, part))
+    peer = made.raw(b"")
+    assert relay_asks(peer).status == 200
+    assert relay_asks(peer).status == 502
+    assert len(made.server.seen) == 2
+
+
+@relay_table(
+    "answer",
+    [
+        ("bytes behind", RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n"),
+        ("close", RELAY_OK_HEAD + b"Connection: x, Close\r\nContent-Length: 2\r\n\r\nok"),
+        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+    ],
+)
+def test_relay_connection_that_is_not_kept(rig: MakeRig, answer: bytes) -> None:
+    made = rig(relay_says(answer))
+    peer = made.raw(b"")
+    for number in (1, 2):
+        assert relay_asks(peer).status == 200
+        assert made.server.connections == number
+
+
+# --- what may have run, and what stands behind an answer -------------------------------------------
 
 
 @relay_table(
