@@ -6604,6 +6604,12 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
     "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
     "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
+    "block: beginnings": (
+        functools.partial(kvproxy.without_block, "(?s)<notes>.*?</notes>"),
+        ex_repeated("", "<notes>\n", "</note>"),
+    ),
+    "usage: no end": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
+    "usage: brackets": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
     "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
     "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
     "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
