@@ -3195,12 +3195,6 @@ class Case:
     slots: int | None = None  # that the server has, if it was asked
     first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
-    def clients(self, pattern: str) -> bool:
-        """Whether the client itself wrote what a pattern finds in user texts."""
-        prompts = (one.sent or one for one in (self.base, self.prompt) if one is not None)
-        texts = (text for one in prompts for text in one.said())
-        return any(text != without_block(pattern, text) for text in texts)
-
 
 class Ledger:
     """The last prompts, and what they have in common. Bounded, oldest out first."""
@@ -3367,49 +3361,55 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
-def cure_of(case: Case, config: Config) -> str:
-    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
-    set already."""
-    where, texts = case.verdict.where, case.texts
-    system, order = where == "system", case.verdict.kind == "tool order"
-    if not system and "(user)" not in where and not order:
-        return ""
-    for switch in ("scrub", "replay", "lift" if system else "replay"):
-        if not getattr(config, switch):
-            return f"{switch.upper()}=1, which is off"
-    if case.learned and case.compared is not None:
-        both = (one.sent or one for one in (case.compared, case.prompt))
-        was, now = [lift_text(one.system, LIFTS)[0] for one in both]
-        texts = was, now
-    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
-    if system and not pattern and len(case.learned) == 1:
-        row = own_lift(one := case.learned[0].pattern())
-        rests, found = zip(*[lift_text(text, [row]) for text in texts], strict=True)
-        pattern = one if all(found) and rests[0] == rests[1] else ""
-    if pattern and not system and not replayable(case, pattern):
-        name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
-    quote = '"' if "'" in pattern else "'"
-    known = getattr(config, name.lower())
-    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
-
-
 def tell_cure(case: Case, config: Config) -> None:
-    """Say what cures a rewritten prompt, and at what price."""
-    verdict = case.verdict
-    verdict.cure = cure_of(case, config)
+    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
+    none would, or it is set already."""
+    verdict, texts, pattern = case.verdict, case.texts, ""
+    system, order = verdict.where == "system", verdict.kind == "tool order"
     if case.learned:
         verdict.advice = "learned: it is lifted from now on"
-        verdict.advice += "; from the first request on with" if verdict.cure else ""
-    elif verdict.cure.startswith("STRIP_REGEX"):
-        verdict.advice = "this cures it, but the model sees it no more:"
+    if not system and "(user)" not in verdict.where and not order:
+        return
+    for switch in ("scrub", "replay", "lift" if system else "replay"):
+        if not getattr(config, switch):
+            verdict.cure = f"{switch.upper()}=1, which is off"
+            return
+    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
+    if system:
+        pattern = lift_pattern(case)
+    elif not order and (pattern := block_pattern(*texts)):
+        prompts = [one for one in (case.base, case.prompt) if one is not None]
+        came = (text for one in prompts for text in (one.sent or one).said())
+        if not any(text != without_block(pattern, text) for text in came):
+            pattern = ""  # not the client, but kvproxy wrote it
+        elif not replayable(case, pattern):
+            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if pattern and pattern not in getattr(config, name.lower()):
+        quote = '"' if "'" in pattern else "'"
+        verdict.cure = f"{name}={quote}{pattern}{quote}"
+        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
+        verdict.advice += "; from the first request on with" if case.learned else price
+
+
+def lift_pattern(case: Case) -> str:
+    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
+    old, new = case.texts
+    if case.learned and case.compared is not None:  # as they came
+        both = (one.sent or one for one in (case.compared, case.prompt))
+        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
+    pattern = lines_pattern(old, new)
+    if pattern or len(case.learned) != 1:
+        return pattern
+    pattern = case.learned[0].pattern()
+    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
+    return pattern if found and found_now and old == new else ""
 
 
 def without_block(pattern: str, text: str) -> str:
     """A text without what the pattern of a block finds; as it is if the block begins so often that
     looking for its ends could take long."""
     opening = pattern.partition(".*?")[0]
-    many = len(list(itertools.islice(re.finditer(opening, text), 65))) > 64
+    many = sum(1 for _ in re.finditer(opening, text)) > 64
     return text if many else re.sub(pattern, "", text)
 
 
@@ -3417,7 +3417,7 @@ def replayable(case: Case, pattern: str) -> bool:
     """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
     that another one was answered and spoken behind it."""
     now = case.texts[1]
-    if now != without_block(pattern, now) or not case.clients(pattern):
+    if now != without_block(pattern, now):
         return False
 
     def later(prompt: Prompt) -> bool:
@@ -3436,7 +3436,7 @@ def strip_pattern(case: Case, pattern: str) -> str:
     said = [text for one in (case.base, case.prompt) if one for text in one.said()]
     if "<system-reminder>" in pattern:  # clients tell many things in this way
         return ""
-    if not case.clients(pattern) or not all(without_block(pattern, text).strip() for text in said):
+    if not all(without_block(pattern, text).strip() for text in said):
         return ""
     for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
         more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
@@ -3700,12 +3700,13 @@ def weights_of(
 ) -> Json:
     """Where the tokens of a prompt go: system, tools with the five largest, turns. `count` has the
     server count a text's tokens; without it they are estimated from the characters."""
-    texts: dict[str, list[str]] = {"system": [], "tools": [], "turns": []}
-    for name, text in segments:
-        kind = name.split()[0]
-        texts[{"system": "system", "tool": "tools"}.get(kind, "turns")].append(text)
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
+    texts = {
+        "system": [text for name, text in segments if name == "system"],
+        "tools": [text for _, text in tools],
+        "turns": [text for name, text in segments if name.startswith("turn ")],
+    }
     parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
     size = sum([len(text) for _, text in segments])
     rate = (tokens or size / 4) / (size or 1)

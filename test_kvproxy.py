@@ -6609,7 +6609,7 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
         ex_repeated("", "<notes>\n", "</note>"),
     ),
     "usage: no end": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
-    "usage: brackets": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
+    "usage: closings": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
     "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
     "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
     "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
