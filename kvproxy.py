@@ -4079,6 +4079,7 @@ class Upstream(http.client.HTTPConnection):
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
     _buffer: list[bytes]
+    _HTTPConnection__response: Any
 
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
@@ -4514,6 +4515,7 @@ class Relay(BaseHTTPRequestHandler):
             self.relay(response, exchange)
             if not upstream.unfinished and response.release():
                 self.kept = upstream
+                upstream._HTTPConnection__response = None  # the library lets go of it later
         finally:
             self.upstream = None
             if self.kept is not upstream:
