@@ -73,7 +73,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, cast
@@ -107,8 +107,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case. Raises
-    ConfigError."""
+    """Every setting; the environment variable of the same name is in upper case. Raises ConfigError
+    for a value that is not allowed: Config(listen_port=1235), Config.from_env(os.environ)."""
 
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
@@ -597,7 +597,8 @@ class Reader:
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request, in counts; `note` says why a body was left alone."""
+    """What was done to one request: numbers of turns (items, items_modified), of texts taken out,
+    moved, lifted, sent again or left out; `note` says why a body was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -953,7 +954,10 @@ def scrub(
 ) -> tuple[Json, Report]:
     """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
     and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
-    is chat, responses, messages or completions; without it the body's shape decides."""
+    is chat, responses, messages or completions; without it the body's shape decides. Raises
+    ValueError for another one.
+
+        body, report = scrub(body, Config(strip_message_ids="1"))"""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
@@ -4218,7 +4222,7 @@ class Relay(BaseHTTPRequestHandler):
             exchange, self.exchange, self.upstream = self.exchange, None, None
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
-                self.proxy.busy(-1)
+                self.proxy.busy(exchange, False)
                 self.proxy.finished(exchange)
             self.server.busy.discard(self.socket)
 
@@ -4445,7 +4449,7 @@ class Relay(BaseHTTPRequestHandler):
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.proxy.busy(1)
+        self.proxy.busy(exchange, True)
         if exchange.dialect is not None and request.method == "POST":
             exchange.received = exchange.forwarded = self.read_body(request)
             if not request.get("content-encoding"):
@@ -4568,6 +4572,7 @@ class Relay(BaseHTTPRequestHandler):
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status, exchange.begun = response.status, time.monotonic()
+        self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
         if response.headers.all("content-encoding"):
@@ -4618,7 +4623,8 @@ class Exchange:
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
-        self.stream = False
+        self.error = self.answer = ""  # what the server said, in part
+        self.model, self.stream = "", False
         self.tap = Tap() if dialect is not None else None
 
     def size(self) -> int:
@@ -4635,7 +4641,7 @@ CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 # owned_by in /v1/models -> product
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
 STATES = {401: "it wants an API key", 403: "it wants another API key"}
 STATES[503] = "it is loading its model"
@@ -4649,7 +4655,9 @@ class Backend:
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.address = ""  # of localhost, that took a connection last
-        self.lost_at = self.next_look = 0.0  # on the monotonic clock
+        self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
+        self.away: bool | None = None  # as the last request had it
+        self.known: Json = {}  # what it told of itself
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
@@ -4700,9 +4708,22 @@ class Backend:
 
     def lost(self) -> None:
         """Note that the server was away."""
-        self.lost_at = time.monotonic()
+        self.lost_at, self.next_question = time.monotonic(), 0.0
+        self.away, self.known = True, {}
         if not self.config.backend_url:
             self.url = None
+
+    def up(self) -> float | None:
+        return None if self.away is None else float(not self.away)
+
+    def look(self) -> Json:
+        """What the server told of itself. While that is nothing, it is asked each 10 seconds."""
+        if "product" not in self.known or "state" in self.known:
+            now = time.monotonic()
+            if now >= self.next_question:
+                self.next_question = now + 10
+                self.describe(1.0)
+        return self.known
 
     def ask(
         self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
@@ -4713,29 +4734,35 @@ class Backend:
         except OSError as error:
             return 0, str(error)
 
-    def describe(self) -> Json:
+    def describe(self, timeout: float = 3.0) -> Json:
         """What the server tells of product, build, model, slots and context; {} without answer."""
-        status, answer = self.ask("/props")
+        status, answer = self.ask("/props", timeout)
         props = members(answer) if status == 200 else {}
         if "error" in props:  # LM Studio says 200 to any path
             props = {}
-        status, answer = self.ask("/v1/models")
+        status, answer = self.ask("/v1/models", timeout)
         if not props and not status:
+            self.known = {}
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         owner = str(model.get("owned_by") or "")
         other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
-        path = str(props.get("model_path") or "")
+        path, context = str(props.get("model_path") or ""), None
+        if other == "LM Studio":
+            loaded = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            model = next((one for one in loaded if members(one).get("state") == "loaded"), model)
+            context = model.get("loaded_context_length")
         found = {
             "product": "llama-server" if props else other,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "context": members(props.get("default_generation_settings")).get("n_ctx") or context,
             "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
         }
         if status not in (0, 200):
             found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
-        return {key: value for key, value in found.items() if value not in (None, "")}
+        self.known = {key: value for key, value in found.items() if value not in (None, "")}
+        return self.known
 
 
 def members(value: Any) -> Json:
@@ -4898,7 +4925,12 @@ REMOVED = (
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread."""
+    Use it as a context manager, or call start() and stop() from any thread:
+
+        with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
+            print(proxy.url)
+
+    Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -4915,9 +4947,11 @@ class Proxy:
         self.warmup = Warmup(self)
         self.server: Server | None = None
         self.stopping = False
-        self.running, self.last_end = 0, time.monotonic()
+        self.active: dict[Exchange, None] = {}  # requests being served; oldest first
+        self.last_end = time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
+        self.telling = threading.Lock()  # keeps the lines of a request together
         self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
@@ -5017,6 +5051,7 @@ class Proxy:
         assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
+        exchange.model = visible(str(view.body.get("model") or ""))[:80]
         # Nobody's text may reach anybody else's prompt.
         client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
         learn = not exchange.counting
@@ -5026,6 +5061,9 @@ class Proxy:
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
+        with suppress(IndexError):
+            while True:
+                self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
 
     # --- while the model works --------------------------------------------------------------------
 
@@ -5058,16 +5096,28 @@ class Proxy:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
-    def busy(self, change: int) -> None:
-        """Count a request in (1) or out (-1)."""
+    @property
+    def running(self) -> int:
+        return len(self.active)
+
+    def busy(self, exchange: Exchange, begins: bool) -> None:
+        """Note that a request begins or ends."""
         with self.guard:
-            self.running += change
-            if change < 0:
-                self.last_end = time.monotonic()
-            if not self.running:
+            if begins:
+                self.active[exchange] = None
+                if len(self.active) == 1:
+                    self.still.clear()
+                return
+            self.active.pop(exchange, None)
+            self.last_end = time.monotonic()
+            if not self.active:
                 self.still.set()
-            elif self.running == change:
-                self.still.clear()
+
+    def found(self) -> None:
+        """Note that the server answers."""
+        if self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+        self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
         """Read an answer's numbers and record the request; if less was reused than should have
@@ -5094,10 +5144,17 @@ class Proxy:
         if record := exchange.trace.record:
             record.answer = heard_answer(first, last, events) if answered else None
             record.tap = None
+        if exchange.status >= 400:
+            exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
             self.replay.overflowed(exchange.trace)
+            exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
+        if re.match("/v1/v1/", exchange.request.path):
+            exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
             exchange.usage = usage_of(first, last, events)
+            said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
+            exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
@@ -5125,8 +5182,9 @@ class Proxy:
             if case is not None:
                 case.prompt.number = exchange.number
             if self.log.isEnabledFor(logging.INFO):
-                for line in log_lines(exchange):
-                    self.log.info("%s", line)
+                with self.telling:
+                    for line in log_lines(exchange):
+                        self.log.info("%s", line)
             if warning:
                 self.log.warning("%s", warning)
         if ask:
@@ -5201,6 +5259,35 @@ def visible(text: str) -> str:
     )
 
 
+ERROR_SHOWN = 200  # characters
+ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
+
+
+def error_text(answer: bytes, request: Request) -> str:
+    """The beginning of a server's error, without the request's keys, which some servers quote."""
+    text = answer.decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError):
+        error = members(json.loads(text)).get("error")
+        text = str(members(error).get("message") or error or text)
+    keys = " ".join(map(request.get, CLIENT_HEADERS[:3])).split()
+    keys += re.findall("=([^&;=]+)", request.path)
+    for key in keys:
+        text = text.replace(key, "***") if len(key) > 6 else text
+    return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
+
+
+def learned(shape: Shape) -> str:
+    """What was learned, and the setting for it."""
+    name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
+    name = f'system line "{name}"' if shape.form else f"system {name}"
+    return f"{name} varies, lifted; to fix it: {learned_setting(shape)}"
+
+
+def learned_setting(shape: Shape) -> str:
+    pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
+    return f'LIFT_REGEX="{pattern}"' if "'" in pattern else f"LIFT_REGEX='{pattern}'"
+
+
 # The original's line, which scripts read; other counts follow where they are not 0.
 LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 
@@ -5208,7 +5295,8 @@ LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: a line, and another one when a prompt was not reused for a reason."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
-    parts = [f"{request.method} {printable(request.path)}"]
+    number = f"#{exchange.number} "
+    parts = [f"{number}{request.method} {printable(request.path)}"]
     if exchange.dialect is not None and request.method == "POST":
         counts = dict(vars(exchange.report))
         note = counts.pop("note")
@@ -5222,13 +5310,33 @@ def log_lines(exchange: Exchange) -> list[str]:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
+        parts.append(f"model={exchange.model}" if exchange.model else "")
+        parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
         parts.append(verdict.title() if verdict is not None else "")
         parts.append(f"forwarded as it came: {note}" if note else "")
     if exchange.status != 200 or len(parts) == 1:
         parts.append(f"status={exchange.status or '-'}")
     reason = verdict.line() if verdict is not None and not verdict.side else ""
-    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
-    return [*lines, "    " + reason] if reason else lines
+    lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
+    return [*lines, f"{number}    {reason}"] if reason else lines
+
+
+class Judged(NamedTuple):
+    """What became of a prompt whose reuse was reported."""
+
+    cached: int
+    prompt: int
+    verdict: Verdict
+    conversation: str
+
+    def missed(self, least: float) -> bool:
+        """Whether less than this share was reused of what should have been."""
+        return self.verdict.name in MISSES and self.cached < least * self.prompt
+
+
+def reused_share(prompts: Collection[Judged]) -> float | None:
+    total = sum(one.prompt for one in prompts)
+    return sum(one.cached for one in prompts) / total if total else None
 
 
 class Metrics:
@@ -5240,10 +5348,11 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
-        self.window = collections.deque(maxlen=20)
+        self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.counts["version", __version__] = 1
+        self.first_bytes = [0.0, 0]  # seconds until them, and their number
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
         self.kept = 0  # bytes of the bodies that are kept
@@ -5264,8 +5373,11 @@ class Metrics:
                     counts["kind", name] += number
             if report.note:
                 counts["reason", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None:
+            if exchange.dialect is not None or exchange.error:
                 self.keep(exchange)
+            if exchange.dialect is not None and exchange.begun:
+                waited = exchange.begun - exchange.started
+                self.first_bytes = [self.first_bytes[0] + waited, self.first_bytes[1] + 1]
             if verdict is None:
                 return ""
             self.judged += 1
@@ -5277,7 +5389,8 @@ class Metrics:
             self.save(exchange, prompt, cached)
             if verdict.side:
                 return ""
-            self.window.append((cached, prompt, verdict.name))
+            name = exchange.trace.conversation
+            self.window.append(Judged(cached, prompt, verdict, name))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
@@ -5294,8 +5407,7 @@ class Metrics:
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
-        total = sum(prompt for _, prompt, _ in self.window)
-        return sum(cached for cached, _, _ in self.window) / total if total else None
+        return reused_share(self.window)
 
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
@@ -5309,7 +5421,7 @@ class Metrics:
 
     def cause(self, *spared: str) -> str:
         """The most frequent verdict of the window but `extended` and the `spared` ones."""
-        names = [name for _, _, name in self.window]
+        names = [one.verdict.name for one in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
@@ -5517,6 +5629,13 @@ class Prefill:
         return False
 
 
+def is_shape(row: list[str]) -> bool:
+    """Whether a row of WARMUP_FILE is a Shape."""
+    form, after, before = row
+    texts = isinstance(form, str) and isinstance(after, str) and isinstance(before, str)
+    return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
+
+
 class Warmup:
     """Remembers the heads of recent conversations, and has the server read them before a request
     needs them. At most one prefill is under way, and clients' requests go first: hold()."""
@@ -5532,6 +5651,7 @@ class Warmup:
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
+        self.learned: list[list[str]] = []  # as the file has it
         self.guard = threading.Lock()  # of both, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over = threading.Event()
@@ -5589,6 +5709,12 @@ class Warmup:
         try:
             with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
+            self.learned, lifter = heads.pop("learned", []), self.proxy.editor.lifter
+            if not all(map(is_shape, self.learned)):
+                raise ValueError("what was learned is not readable")
+            if lifter.learns:
+                lifter.learner.add([Shape(*row) for row in self.learned])
+                lifter.learner.news.clear()  # they were told when they were new
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
                 view = view_of(head["body"], dialect) if dialect is not None else None
@@ -5632,9 +5758,12 @@ class Warmup:
             newest = next(reversed(self.heads), None)
             self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
             self.due.pop(ident, None)  # the client itself had it read
-            if ident != newest and self.path:
+            learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
+            if (ident != newest or learned != self.learned) and self.path:
+                self.learned = learned
+                more = {"learned": learned} if learned else {}
                 try:
-                    self.write(json.dumps(self.heads))
+                    self.write(json.dumps({**self.heads, **more}))
                 except OSError as error:
                     text = "WARMUP_FILE=%r cannot be written any more: %s"
                     self.proxy.log.warning(text, self.path, error)
@@ -5724,43 +5853,56 @@ class Warmup:
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# The page is complete without its script, which only renews the elements of <main> that have an id.
+# A page is complete without its script, which renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
-<title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
+<title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
   color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
   overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem; color: var(--soft) } p, dd, ol { margin: 0; padding: 0 } a { color: inherit }
-.state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 } .soft { color: var(--soft) }
-.good { color: light-dark(#1a7f4b, #4cc38a) } .bad { color: light-dark(#b3261e, #ff8f85) }
-.fair { color: light-dark(#7d5200, #e5b567) } dt, code, .key { font-size: .85rem }
+h1 { font-size: 1rem } h1 a { color: var(--soft) } h2 { font-size: 1.2rem; margin: 1.6rem 0 .3rem }
+h3 { font-size: .9rem; color: var(--soft); margin: 1rem 0 0 } p, dd, ol { margin: 0; padding: 0 }
+a { color: inherit } .state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
+.soft, dt { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
+.bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
+dt, code, button { font-size: .85rem } pre { white-space: pre-wrap; font-size: .85rem }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
-dt, .key { color: var(--soft) } pre { white-space: pre-wrap }
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
-li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
-</style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
-<p id="state" role="status" class="state %(tone)s">%(state)s</p>
-<p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
-<h2>Last requests</h2><ol id="requests">%(rows)s</ol>
-<p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
-<details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
+.row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
+</style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
+<main>%(main)s</main>
 <script nonce="%(nonce)s">
-setInterval(async () => {
+addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  try {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "copied";
+  } catch (error) {
+    getSelection().selectAllChildren(button.previousElementSibling);
+  }
+});
+const named = (one) => one.getAttribute("href") || one.dataset.copy;
+if (document.getElementById("facts")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
   try {
     const answer = await fetch("/kvproxy");
     if (!answer.ok) throw answer.status;
-    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const text = await answer.text();  // the head has another nonce, and is left out
+    const main = text.slice(text.indexOf("<main>"), text.indexOf("</main>"));
+    const page = new DOMParser().parseFromString(main, "text/html");
     for (const part of document.querySelectorAll("main > [id]")) {
-      const news = page.getElementById(part.id);
-      if (part.contains(document.activeElement)) continue;
+      const news = page.getElementById(part.id), focused = document.activeElement;
       part.className = news.className;
-      if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
+      if (news.innerHTML === part.innerHTML) continue;
+      const name = part.contains(focused) ? named(focused) : null;
+      part.innerHTML = news.innerHTML;
+      const again = [...part.querySelectorAll("a, button")].find((one) => named(one) === name);
+      if (name && again) again.focus({ preventScroll: true });
     }
-    document.title = page.title;
+    document.title = document.getElementById("state").textContent + " - kvproxy";
   } catch (error) {
     const state = document.getElementById("state");
     document.title = state.textContent = "kvproxy does not answer; this is what it told last";
@@ -5769,12 +5911,20 @@ setInterval(async () => {
 }, 3000);
 </script></body></html>
 """
-
-ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
-<span>{2}</span><code>{3}</code></p>{4}</li>"""
+MAIN = """
+<p id="off" class="fair">{off}</p>
+<p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
+<div id="facts">{facts}</div>{far}
+<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
+JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
+ITEM = '<li><p class="row">{0}</p>{1}</li>'
+COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
 
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
+MISSES = ("rewritten", "lost", "template")
+SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
+SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -5786,6 +5936,19 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
+    ("kvproxy_backend_up", lambda on: on.backend.up(), "Whether the server took the last request."),
+    ("kvproxy_build_info", "version", "The version of kvproxy."),
+    (
+        "kvproxy_first_byte_seconds_total",
+        lambda on: on.metrics.first_bytes[0],
+        "Seconds from a prompt to its answer's first byte, summed up.",
+    ),
+    ("kvproxy_first_bytes_total", lambda on: on.metrics.first_bytes[1], "Answers that began."),
+    (
+        "kvproxy_learned_shapes",
+        lambda on: len(on.editor.lifter.learner.shapes),
+        "What was seen to vary in system prompts.",
+    ),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
@@ -5819,25 +5982,27 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not self.shows_prompts(request, peer):
+        near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
+        if path == "/kvproxy" and self.same_site(request):
+            return self.page(near, request.get("host"))
+        if not (near and self.same_site(request)):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
-        if path == "/kvproxy":
-            return self.page()
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
             return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        wanted = request.get("accept")
+        as_json = "application/json" in wanted and "text/html" not in wanted
         for exchange in recent:
             if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange) if as_json else self.request_page(exchange)
+            if path == f"/kvproxy/requests/{exchange.number}.json":
                 return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and from no other site's page, as browsers
-        tell."""
-        if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
-            return False
+    def same_site(self, request: Request) -> bool:
+        """Whether a request comes from no other site's page, as browsers tell."""
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
         return ours and site in ("", "none", "same-origin")
@@ -5855,7 +6020,9 @@ class Pages:
         usage, start = exchange.usage, exchange.started
         row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
         row |= {"path": printable(request.path), "status": exchange.status}
-        row |= {"fault": exchange.fault or None, "report": dataclasses.asdict(exchange.report)}
+        row |= {"fault": exchange.fault or None, "error": exchange.error or None}
+        row |= {"client": client_of(exchange), "model": exchange.model or None}
+        row["report"] = dataclasses.asdict(exchange.report)
         row["conversation"] = exchange.trace.conversation or None
         row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
         row["verdict"] = dataclasses.asdict(verdict) if verdict else None
@@ -5867,7 +6034,7 @@ class Pages:
     def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
         """What stands about a request beside its bodies: what differs between the two prompts, and
         where its tokens go, if the bodies are not too long."""
-        row: Json = {**self.row(exchange), "diff": []}
+        row: Json = {**self.row(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with contextlib.suppress(Unreadable, RecursionError):
             for raw in bodies:
@@ -5912,56 +6079,154 @@ class Pages:
 
     # --- the page ---------------------------------------------------------------------------------
 
-    def page(self) -> Answer:
-        """The page, complete without its script."""
-        nonce, metrics, config = uuid.uuid4().hex, self.proxy.metrics, self.proxy.config
-        with metrics.guard:
-            state, tone, hint = map(html.escape, self.state())
-            facts = self.facts()
-            rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
-        settings = dataclasses.asdict(config).items()
-        told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
-        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "nonce": nonce}
-        parts |= {"rows": rows or f"<li>{none}.</li>", "settings": html.escape(told)}
-        parts["version"] = __version__
+    def html(self, title: str, main: str) -> Answer:
+        """A page of these parts, which are HTML."""
+        nonce = uuid.uuid4().hex
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
+        parts = {"title": title, "main": main, "nonce": nonce, "version": __version__}
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
-    def state(self) -> tuple[str, str, str]:
-        """What a person wants to know first, its tone, and what explains it."""
+    def page(self, near: bool = True, host: str = "") -> Answer:
+        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of a
+        prompt."""
+        proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
+        if not proxy.running:
+            proxy.backend.look()
+        with proxy.guard:
+            active = [one for one in proxy.active if one.dialect is not None]
+        with metrics.guard:
+            state, tone, hint = self.state(near)
+            facts, rows = self.facts(), "".join(map(self.running_item, reversed(active)))
+            recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
+        rows = f"<ol>{rows}</ol>" * bool(rows) + self.groups(recent, near)
+        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
+        fields = Config.__dataclass_fields__
+        off = [name for name in SWITCHES if not getattr(config, name)]
+        off = [f"{name.upper()}=0 ({fields[name].metadata['help']})" for name in off]
+        parts = {"state": html.escape(state), "tone": tone, "hint": hint, "facts": facts}
+        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "far": ""}
+        parts |= {"rows": rows or f"<p>{none}.</p>", "learned": self.learned() if near else ""}
+        more = ""
+        if near:
+            settings = dataclasses.asdict(config).items()
+            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
+            more += "<details><summary>Settings in force</summary><pre>"
+            more += html.escape(told) + "</pre></details>"
+        else:
+            found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
+            name = found[1].strip("[]") if found else "THAT-MACHINE"
+            line = COPY.format(html.escape(SHELL.format(port, name)))
+            parts["far"] = (
+                f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
+                f" http://127.0.0.1:{port}/kvproxy</p>"
+            )
+        return self.html(parts["state"], MAIN.format(**parts) + more)
+
+    def request_page(self, exchange: Exchange) -> Answer:
+        """A request for people."""
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        row, usage = self.compared(exchange, bodies), exchange.usage
+        title = f"Request {exchange.number}"
+        facts = {
+            "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time)),
+            "client": row["client"],
+            "model": exchange.model or "-",
+            "path": row["path"],
+            "status": str(exchange.status or "-"),
+            "tokens read": read_of(usage),
+            "time for": waits(exchange),
+        }
+        main = [f'<p class="state">{title}</p>{defined(facts)}', *self.verdict(exchange)]
+        if "where it goes" in row:
+            weights = row["where it goes"]
+            told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
+            told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
+            main.append(f"<h2>Where its tokens go, estimated</h2>{defined(told)}")
+        changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
+        main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
+        if exchange.answer:
+            main.append(f"<h2>The answer begins</h2><pre>{html.escape(exchange.answer)}</pre>")
+        for name, body in zip(("Received", "Forwarded"), bodies, strict=True):
+            size = "no longer kept" if body is None else f"{len(body):,} bytes"
+            text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
+            text += "\n..." if len(body or b"") > BODY_SHOWN else ""
+            same = " (the same)" if name == "Forwarded" and bodies[0] == body is not None else ""
+            main.append(
+                f"<details><summary>{name}: {size}{same}</summary><pre>{text}</pre></details>"
+            )
+        link = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
+        return self.html(title, "\n".join([*main, link]))
+
+    def state(self, near: bool) -> tuple[str, str, str]:
+        """What a person wants to know first, its tone, and what explains and cures it, as HTML.
+        Words of a prompt are for this machine only."""
         metrics = self.proxy.metrics
-        last = metrics.recent[-1] if metrics.recent else None
-        if last is not None and last.status in (502, 503, 504):
-            words = "is not ready" if last.status == 503 else "does not answer"
-            hint = last.fault or "It may be loading its model."
-            return f"The model server {words} ({last.status})", "bad", hint
+        last = next((one for one in reversed(metrics.recent) if not one.counting), None)
+        if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
+            return self.failure(last, near)
         if not metrics.window:
             reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
             if metrics.judged and not reported:
                 return "The server does not report what it reused", "fair", ""
-            hint = "Set your agent's base URL to this address and send something."
-            return "No prompt yet", "fair", hint
-        window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
-        firsts = counted(len(metrics.window) - len(window), "first prompt")
-        if not window:
+            return "No prompt yet", "fair", self.invitation()
+        judged = [one for one in metrics.window if one.verdict.name != "cold"]
+        judged = [one for one in judged if one.verdict.step != "first prompt"]
+        firsts = counted(len(metrics.window) - len(judged), "first prompt")
+        if not judged:
             hint = "Nothing can be reused until a conversation goes on."
-            return f"{firsts}, nothing to reuse so far", "fair", hint
-        rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        hint = f"Share of prompt tokens in the last {counted(len(window), 'request')}"
-        hint += f"; {firsts} not counted."
-        if rate >= self.proxy.config.warn_reuse:
-            return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        hint += f" {metrics.cause('cold').capitalize()}."
-        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        lines = [verdict.line() for verdict in verdicts if verdict.line()]
-        hint += f" Last: {lines[-1]}" if lines else ""
-        return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
+            return f"{firsts}, nothing to reuse so far", "fair", paragraph(hint)
+        name, least = metrics.window[-1].conversation, self.proxy.config.warn_reuse
+        newest = [one for one in judged if one.conversation == name] or judged
+        rate, again = reused_share(newest) or 0.0, 0
+        while again < len(judged) and judged[-1 - again].missed(least):
+            again += 1
+        if rate >= least and again < 3:
+            hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
+            hint += f" conversation; {firsts} not counted."
+            return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
+        state = f"The cache misses: only {int(100 * rate)}% reused"
+        if again >= 3:
+            state = f"The last {again} prompts were read again: {judged[-1].verdict.name}"
+        hint, cure = f"{metrics.cause('cold').capitalize()}.", ""
+        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
+        if missed and near:
+            hint += f" Last: {spoken_line(missed[-1])}"
+            cure = copied(missed[-1].cure)
+        return state, "bad", paragraph(html.escape(hint)) + cure
+
+    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
+        """What state() tells when the last request failed."""
+        known, told = self.proxy.backend.known, html.escape(last.error or last.fault) * near
+        state = f"The last request failed ({last.status})"
+        if last.status in (502, 503, 504):
+            if known and "state" not in known:
+                told = paragraph(html.escape(self.server()))
+                return "The model server answers again", "fair", told
+            words = "is not ready" if last.status == 503 else "does not answer"
+            state = f"The model server {words} ({last.status})"
+            told = told or "It may be loading its model."
+        return state, "bad", paragraph(told)
+
+    def server(self) -> str:
+        """Where the model server is, and what it told of itself."""
+        known = described(self.proxy.backend.known)
+        return self.proxy.backend.name() + (f": {known}" if known else "")
+
+    def invitation(self) -> str:
+        """What to do when no prompt came yet, as HTML."""
+        url = html.escape(self.proxy.url)
+        told = "<p>Give your agent this address instead of the server's, and send something:</p>"
+        told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
+        there = html.escape(self.server())
+        if self.proxy.backend.known:
+            return f'{told}<p class="good">The model server answers at {there}</p>'
+        return f'{told}<p class="bad">No model server answers at {there}. {USUAL_PORTS}</p>'
 
     def facts(self) -> str:
         metrics, proxy = self.proxy.metrics, self.proxy
@@ -5973,34 +6238,130 @@ class Pages:
             "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
-            "server": proxy.backend.name(),
+            "server": self.server(),
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        pair = "<div><dt>{}</dt><dd>{}</dd></div>"
-        return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
+        told = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
+        return defined(facts) + told
 
-    def item(self, exchange: Exchange) -> str:
-        """A request in the list."""
-        usage, verdict, words = exchange.usage, exchange.verdict, ""
-        told = "reuse not reported"
+    def learned(self) -> str:
+        """What was seen to vary, as HTML."""
+        rows = ""
+        for shape in list(self.proxy.editor.lifter.learner.shapes):
+            words = learned(shape).partition("; to fix it")[0]
+            rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
+        return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
+
+    def groups(self, recent: list[Exchange], near: bool) -> str:
+        """The last requests, newest first, those of a conversation together, as HTML."""
+        names: dict[int, str] = {}
+        found: dict[str, list[Exchange]] = {}
+        for one in reversed(recent):
+            verdict = one.verdict or Verdict()
+            base = names.get(verdict.base) if verdict.name != "new branch" else ""
+            names[one.number] = base or one.trace.conversation
+        for one in recent:
+            found.setdefault(names[one.number], []).append(one)
+        told = ""
+        for name, requests in found.items():
+            title = f"Conversation {name[:8]}" if name else "Other requests"
+            rows = "".join(self.item(one, near) for one in requests)
+            told += f"<h3>{title}: {counted(len(requests), 'request')}</h3><ol>{rows}</ol>"
+        return told
+
+    def running_item(self, exchange: Exchange) -> str:
+        """A request that is being served, as HTML."""
+        seconds = duration(time.monotonic() - exchange.started)
+        what = "is answered" if exchange.begun else "waits for the server"
+        cells = [f"<b>{what}</b>", f"for {seconds}", *self.cells(exchange)]
+        return ITEM.format("".join(f"<span>{cell}</span>" for cell in cells), "")
+
+    def cells(self, exchange: Exchange) -> list[str]:
+        """Who asks whom for what, as HTML."""
+        cells = [client_of(exchange), exchange.model, printable(exchange.request.path)]
+        return [html.escape(cell) for cell in cells if cell]
+
+    def item(self, exchange: Exchange, near: bool) -> str:
+        """A request in the list, as HTML."""
+        usage, number = exchange.usage, exchange.number
+        told = f"{read_of(usage)} tokens read"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
             told = "counts tokens"
-        elif usage.cached is not None and usage.prompt:
-            told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
+        elif usage.read() is None:
+            told = "reuse not reported"
+        when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
+        when = f"#{number} <time>{when}</time>"
+        if near:
+            when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
+        cells = [html.escape(told), waits(exchange), *self.cells(exchange)]
+        line = when + "".join(f"<span>{cell}</span>" for cell in cells)
+        return ITEM.format(line, "".join(self.verdict(exchange, near)))
+
+    def verdict(self, exchange: Exchange, near: bool = True) -> list[str]:
+        """What became of a request, why, and what cures it, as HTML."""
+        verdict, found = exchange.verdict, list[str]()
+        if near and (exchange.error or exchange.fault):
+            found.append(f'<p class="bad">{html.escape(exchange.error or exchange.fault)}</p>')
         if verdict is not None:
-            side = f" ({verdict.side} request)" if verdict.side else ""
-            tone, line = TONES.get(verdict.name, ""), html.escape(verdict.line())
-            words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            words += f'<p class="soft">{line}</p>' if line else ""
-        path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
-        return ITEM.format(
-            exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
-        )
+            kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
+            name = f'<b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>'
+            found.append(f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>")
+            if near and verdict.line():
+                found.append(f'<p class="soft">{html.escape(spoken_line(verdict))}</p>')
+                found.append(copied(verdict.cure))
+        return found
 
 
+def paragraph(text: str) -> str:
+    return f'<p class="soft">{text}</p>' if text else ""
+
+
+def defined(facts: dict[str, str]) -> str:
+    """Names and values as an HTML list."""
+    pair = "<div><dt>{}</dt><dd>{}</dd></div>"
+    pairs = (pair.format(html.escape(name), html.escape(value)) for name, value in facts.items())
+    return f"<dl>{''.join(pairs)}</dl>"
+
+
+def copied(setting: str) -> str:
+    """A setting with a button that copies it, as HTML."""
+    return f"<p>{COPY.format(html.escape(setting.partition(', which')[0]))}</p>" if setting else ""
+
+
+def spoken_line(verdict: Verdict) -> str:
+    """A verdict's line without the cure, which stands beside it."""
+    return verdict.line().removesuffix(verdict.cure).rstrip("; ")
+
+
+def client_of(exchange: Exchange) -> str:
+    """The program that sent a request."""
+    return visible(exchange.request.get("user-agent").partition(" ")[0])[:60] or "-"
+
+
+def read_of(usage: Usage) -> str:
+    """How many tokens of a prompt had to be read."""
+    return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
+
+
+def waits(exchange: Exchange) -> str:
+    """Time to the first byte, and in all."""
+    ends = {"first byte": exchange.begun, "all": exchange.ended}
+    times = [f"{name} {duration(at - exchange.started)}" for name, at in ends.items() if at]
+    return ", ".join(times) or "-"
+
+
+def diff_line(line: str) -> str:
+    """A line of a unified diff as HTML; what stays is not shown at length."""
+    kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
+    line = line if kind or len(line) <= STAYS_SHOWN else line[:STAYS_SHOWN] + " ..."
+    return f'<span class="{kind}">{html.escape(line)}</span>' if kind else html.escape(line)
+
+
+STAYS_SHOWN = 160  # characters
+BODY_SHOWN = 100_000  # bytes of a body on a request's page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
 
@@ -6063,7 +6424,8 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
+    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
+    headers |= bearer(os.environ.get("API_KEY", ""))
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
@@ -6093,6 +6455,9 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         if not args.json:
             cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
             print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
+            if (name, turn, args.command) == ("straight", 1, "bench"):
+                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
+                print(f"At this pace, about {left} more.")
     return rows
 
 
@@ -6123,6 +6488,23 @@ def compare(args: Words, config: Config, name: str) -> None:
         print(json.dumps({**runs, "ratio": ratio}))
     elif ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+
+
+def next_steps(config: Config, url: str) -> str:
+    """What to do after a demo or a bench, to be copied; the same in every shell."""
+    here = os.path.basename(__file__)
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
+    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
+    run = [f'"{word}"' if " " in word else word for word in run]
+    port = config.listen_port or 1234
+    if urllib.parse.urlsplit(url).port == port:
+        port += 1
+    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
+    here = f"http://127.0.0.1:{port}"
+    return (
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
+        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+    )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
@@ -6160,7 +6542,8 @@ def command_demo(args: Words, config: Config) -> int:
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
+        print(next_steps(config, config.backend_url or CANDIDATES[0]))
+        print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6179,6 +6562,8 @@ def command_bench(args: Words, config: Config) -> int:
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
+    if not args.json:
+        print(next_steps(config, url))
     return 0
 
 
@@ -6208,6 +6593,8 @@ def command_check(args: Words, config: Config) -> int:
         told.append("short context")
     for name in told or ["no fault"]:
         text = ADVICE[name].format(context=context)
+        if found["product"] == "LM Studio":
+            text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
@@ -6470,7 +6857,7 @@ def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
@@ -6490,6 +6877,7 @@ def command_serve(args: Words, config: Config) -> int:
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
+            proxy.backend.lost()
             told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
             proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
         while True:
