@@ -13235,7 +13235,8 @@ def test_status_pages_by_method(rig: MakeRig, path: str) -> None:
     assert (
         peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
     )  # the body was read
-    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/props", "/v1/models"}
+    asked = {seen.target for seen in one.server.seen}
+    assert asked <= {EX_CHAT_PATH, "/props", "/v1/models", "/tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -13364,7 +13365,7 @@ def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
     one = rig(ex_llama(ex_template))
     body = ex_chat("one two three", system="be good", tools=tools)
     ex_exchange(one, EX_CHAT_PATH, [body], "Authorization: Bearer k1\r\n")
-    found = one.get("/kvproxy/requests/1").json()["where it goes"]
+    found = one.get("/kvproxy/requests/1.json").json()["where it goes"]
     assert (found["system"], found["turns"], found["estimated"]) == (2, 3, False)
     counts = {tool["function"]["name"]: len(json.dumps(tool).split()) for tool in tools}
     assert found["tools"] == sum(counts.values())
@@ -13372,7 +13373,7 @@ def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
     asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
     assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
     one.proxy.still.clear()
-    assert one.get("/kvproxy/requests/1").json()["where it goes"]["estimated"] is True
+    assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
     assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 8
 
 
