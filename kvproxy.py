@@ -133,6 +133,8 @@ class Config:
     warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
     warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
     keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
+    prefill_ahead: str = setting("auto", "have the next prompt read in idle time", "auto", "0", "1")
+    prefill_ahead_seconds: float = setting(0.5, "idle seconds before that", 0.05, 3600)
     connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
     read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
     header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
@@ -3137,6 +3139,7 @@ class Case:
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
+    ahead: int | None = None  # tokens of it that were read before it came
     slots: int | None = None  # that the server has, if it was asked
 
 
@@ -3354,6 +3357,7 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     if usage.cached is None or not usage.prompt:
         return 0
     exact = base.tokens if base is not None and case.whole else None
+    exact = case.ahead or exact
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
     little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
@@ -3463,7 +3467,7 @@ ADVICE = {
 def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
-    return told if getattr(config, setting, True) else f"{told}; {how}"
+    return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3482,7 +3486,7 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get("x-claude-code-agent-id"):
+    if headers.get(AGENT_ID):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
@@ -3917,15 +3921,20 @@ class Upstream(http.client.HTTPConnection):
 
 
 class Tap:
-    """The first and the last bytes of an answer, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
 
-    __slots__ = ("first", "last")
+    __slots__ = ("first", "last", "whole")
 
     def __init__(self) -> None:
         self.first, self.last = b"", bytearray()
+        self.whole: bytearray | None = None
 
     def add(self, data: bytes) -> None:
         self.last += data
+        if self.whole is not None:
+            self.whole += data
+            if len(self.whole) > AHEAD_BYTES:
+                self.whole = None
         if len(self.last) > 2 * TAP_BYTES:
             self.first = self.first or bytes(self.last[: TAP_BYTES // 4])
             del self.last[:-TAP_BYTES]
@@ -4375,6 +4384,7 @@ class Exchange:
         self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
         self.straight = 0.0  # the part of it that would be reused without kvproxy
+        self.ahead: int | None = None  # tokens of it that were read before it came
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -4648,6 +4658,7 @@ class Server(ThreadingHTTPServer):
 CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
+AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
@@ -4795,8 +4806,8 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        agent, original = "x-claude-code-agent-id", None
-        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
+        talk, original = exchange.trace.conversation, None
+        told = talk, {AGENT_ID: exchange.request.get(AGENT_ID)}, time.monotonic()
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
@@ -4804,7 +4815,7 @@ class Proxy:
             sent = Prompt(original) if original is not None else None
             prompt = Prompt(view, *told, sent)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
-            case.idle = exchange.started - self.last_end
+            case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
@@ -4825,6 +4836,8 @@ class Proxy:
             if change < 0:
                 self.last_end = time.monotonic()
             (self.still.clear if self.running else self.still.set)()
+            if not self.running:
+                self.warmup.quiet()
 
     def finished(self, exchange: Exchange) -> None:
         """Read an answer's numbers and record the request; if less was reused than should have
@@ -4858,6 +4871,7 @@ class Proxy:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
             self.warmup.remember(exchange)
+            self.warmup.plan(exchange)
         exchange.tap = exchange.view = None
         exchange.trace = Trace(exchange.trace.conversation)
 
@@ -4874,6 +4888,7 @@ class Proxy:
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
+                self.warmup.notice(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -4979,6 +4994,7 @@ class Metrics:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
+        self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
@@ -5203,6 +5219,12 @@ class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
                  "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
+TALKS = 16  # conversations whose newest prompt is kept
+WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
+LLAMA = "llamacpp"  # what llama-server gives as owned_by
+HELPFUL = {"template": "the chat template renders old turns otherwise than before",
+           "taken": "a side request takes the slot"}  # fmt: skip
 
 
 def front_members(body: Json) -> Json:
@@ -5213,15 +5235,83 @@ def front_members(body: Json) -> Json:
     return front
 
 
+def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
+    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
+    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
+    of a chat are lists of parts."""
+    events = [event for window in answer_events(answer, b"") for event in window]
+    items: list[Json]
+    if dialect.name == "chat":
+        choices = [members(one) for event in events for one in listed(event.get("choices"))]
+        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
+        ends = {one.get("finish_reason") for one in choices} - {None}
+        more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
+        whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
+        said, thought = (
+            "".join(str(one.get(key) or "") for one in deltas)
+            for key in ("content", "reasoning_content")
+        )
+        content = [{"type": "text", "text": said}] if parts else said
+        items = [{"role": "assistant", "content": content}]
+        if reasons and thought:
+            items[0]["reasoning_content"] = thought
+    elif dialect.name == "messages":
+        blocks: dict[str, Json] = {}
+        end = None
+        for event in events:
+            block, delta = blocks.get(str(event.get("index")), {}), members(event.get("delta"))
+            end = event.get("stop_reason") or delta.get("stop_reason") or end
+            for number, one in enumerate(listed(event.get("content"))):
+                blocks[str(number)] = members(one)
+            if event.get("type") == "content_block_start":
+                blocks[str(event.get("index"))] = members(event.get("content_block"))
+            for key in ("text", "thinking", "signature"):
+                if key in delta:
+                    block[key] = str(block.get(key) or "") + str(delta[key])
+        kinds = {str(block.get("type")) for block in blocks.values()}
+        whole = end == "end_turn" and kinds <= {"text", *REASONING_PARTS}
+        kept = [one for one in blocks.values() if reasons or one.get("type") == "text"]
+        items = [{"role": "assistant", "content": kept}]
+    else:
+        responses = [members(event.get("response") or event) for event in events]
+        last = next((one for one in reversed(responses) if one.get("output")), {})
+        output = list(map(members, listed(last.get("output"))))
+        kinds = {str(item.get("type")) for item in output}
+        whole = last.get("status") == "completed" and kinds <= {"message", "reasoning"}
+        said_items = (one for one in output if one.get("content"))
+        items = [one for one in said_items if reasons or one.get("type") == "message"]
+    turns = list(map(turn_of, items))
+    speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
+    return turns if whole and speaks else []
+
+
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
+
+
+def talk_of(exchange: Exchange) -> tuple[str, ...]:
+    """Which client's conversation a request belongs to."""
+    told = map(exchange.request.get, CLIENT_HEADERS)
+    return exchange.trace.conversation, exchange.address, *told
+
+
 class Prefill:
     """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. The last turn is a placeholder, and the answer is one token."""
+    it. Behind it stands a placeholder, since many templates render the last turns in another way
+    until a user has spoken; the answer is one token, which nobody reads."""
 
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
+    def __init__(self, path: str, view: View, keys: dict[str, str] | None = None) -> None:
+        self.path, self.view, self.keys = path, view, keys
+        body = {**front_members(view.body), "stream": False}
+        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
+        placeholder = turn_of({"role": "user", "content": "."})
+        self.body = View(body, view.dialect, [], [*view.turns, placeholder]).dump()
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+        self.usage = Usage()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -5239,18 +5329,51 @@ class Prefill:
         """Whether a request, as it is forwarded, begins with this prompt."""
         if path != self.path:
             return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
+        fronts = [front_members(one.body) for one in (self.view, view)]
+        for front in fronts:  # these are compared as the server reads them
+            for name in ("system", "instructions", "tools"):
+                front.pop(name, None)
         with suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
+            ours, theirs = (
+                [(name, text.rstrip()) for name, text in Prompt(one).segments]
+                for one in (self.view, view)
+            )
+            return fronts[0] == fronts[1] and theirs[: len(ours)] == ours
         return False
 
 
-class Warmup:
-    """Remembers the heads of recent conversations, and has the server read them before a request
-    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
+@dataclasses.dataclass
+class Agent:
+    """What was seen of the clients with one User-Agent."""
 
-    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    name: str
+    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
+    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
+    reasons: bool = False  # they sent reasoning back
+    parts: bool = False  # they sent answers as lists of parts
+
+
+@dataclasses.dataclass
+class Talk:
+    """A conversation's newest prompt, as it was forwarded, and the answer to it."""
+
+    owner: tuple[str, ...]
+    agent: Agent
+    path: str
+    keys: dict[str, str]
+    view: View
+    answer: bytes
+    due: bool = True  # to be read ahead
+    prefill: Prefill | None = None
+    idle_tokens: int = 0
+
+
+class Warmup:
+    """Has the server read prompts before they are needed: after a start the heads of recent
+    conversations, later the newest one to keep it warm, and after each answer what the next prompt
+    begins with. At most one prefill is under way, and clients' requests go first: hold()."""
+
+    FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
@@ -5261,9 +5384,12 @@ class Warmup:
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
-        self.guard = threading.Lock()  # of both, and of the file
+        self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
+        self.agents: dict[str, Agent] = {}
+        self.owned_by = ""  # what the server says of itself
+        self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.over = threading.Event()
+        self.over, self.wake = threading.Event(), threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
@@ -5273,15 +5399,23 @@ class Warmup:
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
+        self.thread = None
         if self.enabled:
             self.load()
             self.state = "waiting"
-            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-            self.thread.start()
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the thread, if there is none yet."""
+        with self.guard:
+            if self.thread is None and not self.over.is_set():
+                self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+                self.thread.start()
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
+        self.wake.set()
         with self.gate:
             prefill = self.prefill
         if prefill is not None:
@@ -5349,17 +5483,13 @@ class Warmup:
             return
         if not (view.dialect.edited and view.system()):
             return
-        body = front_members(view.body)
-        systems = [turn.item for turn in view.turns[: view.leading()]]
-        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
-        body["stream"] = False
-        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        ident = digest(view.dialect.name, dump(body)).hex()
-        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
-        self.keys = {name: key for name, key in keys.items() if key}
+        path = exchange.request.path.split("?")[0]
+        body = Prefill(path, View(view.body, view.dialect, [], view.turns[: view.leading()])).body
+        ident = digest(view.dialect.name, body).hex()
+        self.keys = keys_of(exchange.request)
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.keep(ident, {"path": path, "body": json.loads(body)})
             self.due.pop(ident, None)  # the client itself had it read
             if ident != newest and self.path:
                 try:
@@ -5368,6 +5498,122 @@ class Warmup:
                     text = "WARMUP_FILE=%r cannot be written any more: %s"
                     self.proxy.log.warning(text, self.path, error)
                     self.path = ""
+
+    # --- reading ahead ----------------------------------------------------------------------------
+
+    def agent(self, request: Request) -> Agent:
+        name = request.get("user-agent")
+        with self.guard:
+            agent = self.agents.get(name) or Agent(visible(name[:60]) or "clients without a name")
+            remember(self.agents, name, agent, 256)
+        return agent
+
+    def reads_ahead(self, agent: Agent) -> bool:
+        """Whether prompts of such clients are read ahead."""
+        mode = self.config.prefill_ahead
+        wanted = mode == "1" or (mode == "auto" and agent.helps and self.owned_by == LLAMA)
+        return bool(wanted) and self.config.scrub and agent.wrong < 2
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        """Note that reading ahead would have helped; with `auto` that is when it begins."""
+        kind = case.verdict.kind
+        side = kind == "taken" and any(one.side for one in case.between)
+        agent = self.agent(exchange.request)
+        if self.config.prefill_ahead != "auto" or agent.helps or not (kind == "template" or side):
+            return
+        if not self.owned_by:
+            with suppress(OSError):
+                url, keys = self.proxy.backend.locate(), keys_of(exchange.request)
+                models = listed(members(fetch(url, "/v1/models", 3.0, keys)[1]).get("data"))
+                self.owned_by = str(members(next(iter(models), None)).get("owned_by") or "")
+        if self.owned_by:
+            agent.helps, on = HELPFUL[kind], self.owned_by == LLAMA
+            where = "on" if on else "off, since the server is no llama.cpp,"
+            self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
+
+    def told(self) -> str:
+        """For whom it is on, for the page; '' if it is off."""
+        mode, agents = self.config.prefill_ahead, list(self.agents.values())
+        if mode == "auto" and self.owned_by not in ("", LLAMA):
+            return "off: the server is no llama.cpp"
+        names = ["all"] if mode == "1" else [one.name for one in agents if self.reads_ahead(one)]
+        given_up = [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        return ", ".join([*names, *given_up])
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """Called before a client's request is forwarded: its conversation goes on. See whether
+        what was read ahead is what it begins with."""
+        agent = self.agent(exchange.request)
+        if side_of(view, {AGENT_ID: exchange.request.get(AGENT_ID)}):
+            return
+        if self.reads_ahead(agent) and view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
+        with self.guard:
+            talk = self.talks.pop(talk_of(exchange), None)
+        if talk is None or talk.prefill is None:
+            return
+        if talk.prefill.begins(path, view):
+            agent.wrong, exchange.ahead = 0, talk.prefill.usage.prompt
+        elif talk.idle_tokens > WRONG_TOKENS:
+            agent.wrong += 1
+            if agent.wrong == 2:
+                text = "read ahead | given up for %s: other prompts came than were predicted"
+                self.proxy.log.info(text, agent.name)
+
+    def plan(self, exchange: Exchange) -> None:
+        """Called after an answer: have the server read what the next prompt begins with, or read
+        it again after a side request. The answer is looked into later, in the thread."""
+        view, verdict, tap = exchange.view, exchange.verdict, exchange.tap
+        if view is None or verdict is None:
+            return
+        talk, agent, key = None, self.agent(exchange.request), talk_of(exchange)
+        owner, body = key[1:], exchange.forwarded or b""
+        with self.guard:
+            if verdict.side:
+                ours = (one for one in reversed(self.talks.values()) if one.owner == owner)
+                talk = next(ours, None)
+                if talk is not None:
+                    talk.due = True
+            elif tap is not None and tap.whole and not exchange.fault and len(body) <= AHEAD_BYTES:
+                last, one = view.turns[-1], view.body.get("n") in (None, 1)
+                if one and last.item and last.role != "assistant" and not goes_on_elsewhere(view):
+                    path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
+                    talk = Talk(owner, agent, path, keys, view, bytes(tap.whole))
+                    self.talks[key] = talk
+                    if len(self.talks) > TALKS:
+                        del self.talks[next(iter(self.talks))]
+        if talk is not None:
+            self.begin()
+            self.wake.set()
+
+    def quiet(self) -> None:
+        """Called when no request is running any more."""
+        if any(talk.due for talk in list(self.talks.values())):
+            self.wake.set()
+
+    def read_ahead(self, talk: Talk) -> None:
+        """Have the server read what a conversation's next prompt begins with."""
+        talk.due = False
+        if talk.prefill is None:
+            view, agent, before = talk.view, talk.agent, Prompt(talk.view)
+            answers = [turn for turn in view.turns if turn.role == "assistant"]
+            if answers:
+                agent.reasons = bool(before.reasoning)
+                agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
+            echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
+            talk.answer = b""
+            if not echo:
+                return
+            talk.view = View(view.body, view.dialect, view.head, [*view.turns, *echo])
+        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
+        started = time.monotonic()
+        status = self.send(prefill)
+        read, told = prefill.usage.read() or 0, {0: "interrupted"}.get(status, f"status {status}")
+        talk.idle_tokens += read
+        if status == 200:
+            told = f"{read:,} of {prefill.usage.prompt or 0:,} tokens read"
+        text = "read ahead | %s | %.1f s | %s"
+        self.proxy.log.info(text, talk.agent.name, time.monotonic() - started, told)
 
     # --- the work ---------------------------------------------------------------------------------
 
@@ -5379,9 +5625,10 @@ class Warmup:
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
+        if exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(request.path.split("?")[0], view):
+        path = request.path.split("?")[0]
+        if prefill is not None and view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -5389,18 +5636,37 @@ class Warmup:
                     watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
-        if not prefill.waiting:
+        if prefill is not None and not prefill.waiting:
             prefill.close()
+        if view is not None and self.config.prefill_ahead != "0":
+            self.follow(exchange, view, path)
 
     def run(self) -> None:
-        wait = self.FIRST_WAIT
-        while not self.over.wait(wait):
+        wait: float | None = self.FIRST_WAIT
+        while not self.over.is_set():
+            self.wake.wait(wait)
+            self.wake.clear()
+            wait = self.AWAY_WAIT
             with self.proxy.faults_logged("warm-up failed"):
-                self.step()
-            wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+                wait = self.step()
 
-    def step(self) -> None:
-        """Warm up after a start and after the backend was away; keep the newest head warm."""
+    def step(self) -> float | None:
+        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
+        with self.guard:
+            talk = next((talk for talk in self.talks.values() if talk.due), None)
+        if talk is not None and not self.proxy.running and not self.over.is_set():
+            idle = time.monotonic() - self.proxy.last_end
+            wait = max(0.0, self.config.prefill_ahead_seconds - idle)
+            if not wait:
+                self.read_ahead(talk)
+            return wait
+        if not self.enabled:
+            return None
+        self.warm()
+        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+
+    def warm(self) -> None:
+        """Read heads after a start and after the backend was away; keep the newest one warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -5421,7 +5687,9 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(Prefill(head["path"], head["body"]))
+            view = view_of(head["body"], dialect_of(head["path"])[0] or guess_dialect(head["body"]))
+            del view.turns[-1:]  # the placeholder
+            status = self.send(Prefill(head["path"], view))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -5439,14 +5707,20 @@ class Warmup:
             if self.proxy.running or self.over.is_set():
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
+        metrics, status = self.proxy.metrics, 0
         try:
-            url, body = self.proxy.backend.locate(), dump(prefill.body)
-            seconds = self.config.read_timeout
-            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
+            keys = self.keys if prefill.keys is None else prefill.keys
+            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
+            if status == 200:
+                prefill.usage = usage_of(dump(members(answer)))
+                with metrics.guard:
+                    metrics.idle_tokens += prefill.usage.read() or 0
         except OSError:
-            return 0
+            pass
         finally:
             self.prefill, prefill.closed = None, True
+        return status
 
 
 # ==================================================================================================
@@ -5512,6 +5786,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
     ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_idle_tokens_total", lambda on: on.metrics.idle_tokens, "Tokens read in idle time."),
     ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
@@ -5700,6 +5975,9 @@ class Pages:
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
+        if (told := proxy.warmup.told()) or metrics.idle_tokens:
+            facts["read ahead"] = told or "off"
+            facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
 
