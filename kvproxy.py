@@ -5534,6 +5534,8 @@ class Warmup:
     def told(self) -> str:
         """For whom it is on, for the page; '' if it is off."""
         mode, agents = self.config.prefill_ahead, list(self.agents.values())
+        if not self.config.scrub:
+            return ""
         if mode == "auto" and self.owned_by not in ("", LLAMA):
             return "off: the server is no llama.cpp"
         names = ["all"] if mode == "1" else [one.name for one in agents if self.reads_ahead(one)]
@@ -5546,19 +5548,18 @@ class Warmup:
         agent = self.agent(exchange.request)
         if side_of(view, {AGENT_ID: exchange.request.get(AGENT_ID)}):
             return
-        if self.reads_ahead(agent) and view.dialect.edited and exchange.tap is not None:
-            exchange.tap.whole = bytearray()
         with self.guard:
             talk = self.talks.pop(talk_of(exchange), None)
-        if talk is None or talk.prefill is None:
-            return
-        if talk.prefill.begins(path, view):
-            agent.wrong, exchange.ahead = 0, talk.prefill.usage.prompt
-        elif talk.idle_tokens > WRONG_TOKENS:
+        prefill = talk.prefill if talk is not None else None
+        if prefill is not None and prefill.begins(path, view):
+            agent.wrong, exchange.ahead = 0, prefill.usage.prompt
+        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
             agent.wrong += 1
             if agent.wrong == 2:
                 text = "read ahead | given up for %s: other prompts came than were predicted"
                 self.proxy.log.info(text, agent.name)
+        if self.reads_ahead(agent) and view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
 
     def plan(self, exchange: Exchange) -> None:
         """Called after an answer: have the server read what the next prompt begins with, or read
