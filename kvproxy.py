@@ -5390,6 +5390,7 @@ class Warmup:
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over, self.wake = threading.Event(), threading.Event()
+        self.resting = True  # the thread waits for something to do
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
@@ -5645,11 +5646,21 @@ class Warmup:
     def run(self) -> None:
         wait: float | None = self.FIRST_WAIT
         while not self.over.is_set():
+            self.resting = True
             self.wake.wait(wait)
+            self.resting = False
             self.wake.clear()
             wait = self.AWAY_WAIT
             with self.proxy.faults_logged("warm-up failed"):
                 wait = self.step()
+
+    def rest(self) -> None:
+        """Wait until what follows an answer that just came has been read ahead."""
+        until = time.monotonic() + 2
+        while not self.talks and time.monotonic() < until:
+            time.sleep(0.01)
+        while any(one.due for one in list(self.talks.values())) or not self.resting:
+            time.sleep(0.01)
 
     def step(self) -> float | None:
         """Do what is due. Returns the seconds until something may be; None: until wake is set."""
@@ -6048,27 +6059,23 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
+def play(
+    name: str, url: str, args: Words, timeout: float, rest: Callable[[], None] | None = None
+) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. Raises OSError, ValueError or HTTPException."""
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
+    ValueError or HTTPException."""
     rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
     headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
-    for turn in range(1, args.turns + 1):
-        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
-        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
-        turns.append({"role": "user", "content": text})
-        messages = [{"role": "system", "content": system}, *turns]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+
+    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
+        """An answer, and the ms until it began."""
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
             connection.request("POST", target, dump({**body, "temperature": 0}), headers)
@@ -6079,8 +6086,31 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        return data, first
+
+    for turn in range(1, args.turns + 1):
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
+        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        front = {"role": "system", "content": system}
+        data, first = ask([front, *turns], 16)
         usage = usage_of(data)
+        if rest is not None:
+            call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
+            calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
+            thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
+            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
+            turns += [{"role": "assistant", **thought}, result]
+            data = ask([front, *turns], 1024)[0]
+            rest()
+        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
+        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
+        turns.append((echo[0].item if echo else None) or answer)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
@@ -6095,6 +6125,9 @@ BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first strai
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
 first should{2}.
 """
+BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
+first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
+"""
 
 
 def compare(args: Words, config: Config, name: str) -> None:
@@ -6103,13 +6136,22 @@ def compare(args: Words, config: Config, name: str) -> None:
     if not args.json:
         total = args.tokens * (args.turns + 1)
         long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        print(BENCH.format(args, name, long if args.command == "bench" else ""))
+        text = BENCH_AHEAD if args.ahead else BENCH
+        print(text.format(args, name, long if args.command == "bench" else ""))
         print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    with Proxy(dataclasses.replace(config, **quiet)) as proxy:
-        through = play("through kvproxy", proxy.url, args, config.read_timeout)
+
+    def through_kvproxy(name: str, ahead: str) -> list[Json]:
+        with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead)) as proxy:
+            rest = proxy.warmup.rest if args.ahead else None
+            return play(name, proxy.url, args, config.read_timeout, rest)
+
+    if args.ahead:
+        straight = through_kvproxy("not ahead", "0")
+    else:
+        straight = play("straight", config.backend_url, args, config.read_timeout)
+    through = through_kvproxy(*(("read ahead", "1") if args.ahead else ("through kvproxy", "0")))
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
@@ -6511,6 +6553,7 @@ COMMANDS = {
 }
 OPTIONS = {
     "--json": "demo, bench and inspect print JSON",
+    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
     "--version": "print the version",
@@ -6527,6 +6570,7 @@ class Words:
     tokens: int = 0
     turns: int = 5
     json: bool = False
+    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -6542,8 +6586,8 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word == "--json":
-            args.json = True
+        elif word in ("--json", "--ahead"):
+            setattr(args, word[2:], True)
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
