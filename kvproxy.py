@@ -2915,6 +2915,13 @@ def part_text(value: Any) -> str:
     return "\n".join(filter(None, pieces))
 
 
+def told_of(turn: Turn) -> str:
+    """All that the server reads of a turn; remembered with it."""
+    if turn.told is None:
+        turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+    return turn.told
+
+
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
@@ -2962,10 +2969,8 @@ class Prompt:
                 self.reasoning.add(number)
             if reasons:
                 continue
-            if turn.told is None:
-                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
-            self.segments.append((f"turn {number} ({role})", turn.told))
+            self.segments.append((f"turn {number} ({role})", told_of(turn)))
             number += 1
         del self.segments[self.SEGMENTS :]
         self.system = "\n".join(text for name, text in self.segments if name == "system")
@@ -5220,7 +5225,7 @@ class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
                  "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
-TALKS = 16  # conversations whose newest prompt is kept
+TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
 LLAMA = "llamacpp"  # what llama-server gives as owned_by
 HELPFUL = {"template": "the chat template renders old turns otherwise than before",
@@ -5233,6 +5238,14 @@ def front_members(body: Json) -> Json:
     if front.get("tool_choice") not in (None, "auto", "none"):
         del front["tool_choice"]  # a forced call has no place in a request that is not answered
     return front
+
+
+def front_as_read(view: View) -> Json:
+    """The same in one form for all that the server reads alike."""
+    front = front_members(view.body)
+    front.pop("instructions", None)
+    tools = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
+    return {**front, "system": [turn.text() for turn in view.head], "tools": tools}
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
@@ -5256,21 +5269,17 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
         if reasons and thought:
             items[0]["reasoning_content"] = thought
     elif dialect.name == "messages":
-        blocks: dict[str, Json] = {}
-        end = None
+        blocks, ends = list[Json](), set()
         for event in events:
-            block, delta = blocks.get(str(event.get("index")), {}), members(event.get("delta"))
-            end = event.get("stop_reason") or delta.get("stop_reason") or end
-            for number, one in enumerate(listed(event.get("content"))):
-                blocks[str(number)] = members(one)
-            if event.get("type") == "content_block_start":
-                blocks[str(event.get("index"))] = members(event.get("content_block"))
+            blocks += map(members, [*listed(event.get("content")), event.get("content_block")])
+            blocks, delta = [block for block in blocks if block], members(event.get("delta"))
+            ends |= {event.get("stop_reason"), delta.get("stop_reason")} - {None}
             for key in ("text", "thinking", "signature"):
-                if key in delta:
-                    block[key] = str(block.get(key) or "") + str(delta[key])
-        kinds = {str(block.get("type")) for block in blocks.values()}
-        whole = end == "end_turn" and kinds <= {"text", *REASONING_PARTS}
-        kept = [one for one in blocks.values() if reasons or one.get("type") == "text"]
+                if blocks and key in delta:
+                    blocks[-1][key] = str(blocks[-1].get(key) or "") + str(delta[key])
+        kinds = {str(block.get("type")) for block in blocks}
+        whole = ends == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
+        kept = [block for block in blocks if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
     else:
         responses = [members(event.get("response") or event) for event in events]
@@ -5327,18 +5336,13 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        fronts = [front_members(one.body) for one in (self.view, view)]
-        for front in fronts:  # these are compared as the server reads them
-            for name in ("system", "instructions", "tools"):
-                front.pop(name, None)
         with suppress(RecursionError):  # nested deeply
-            ours, theirs = (
-                [(name, text.rstrip()) for name, text in Prompt(one).segments]
-                for one in (self.view, view)
-            )
-            return fronts[0] == fronts[1] and theirs[: len(ours)] == ours
+            turns = [
+                [(one.role, told_of(one).rstrip()) for one in of]
+                for of in (self.view.turns, view.turns[: len(self.view.turns)])
+            ]
+            same = path == self.path and turns[0] == turns[1]
+            return same and front_as_read(view) == front_as_read(self.view)
         return False
 
 
@@ -5357,7 +5361,6 @@ class Agent:
 class Talk:
     """A conversation's newest prompt, as it was forwarded, and the answer to it."""
 
-    owner: tuple[str, ...]
     agent: Agent
     path: str
     keys: dict[str, str]
@@ -5390,7 +5393,6 @@ class Warmup:
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over, self.wake = threading.Event(), threading.Event()
-        self.resting = True  # the thread waits for something to do
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
@@ -5533,21 +5535,18 @@ class Warmup:
             self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
 
     def told(self) -> str:
-        """For whom it is on, for the page; '' if it is off."""
-        mode, agents = self.config.prefill_ahead, list(self.agents.values())
-        if not self.config.scrub:
-            return ""
-        if mode == "auto" and self.owned_by not in ("", LLAMA):
+        """For whom it is on, for the page; '' where nothing came up."""
+        agents = list(self.agents.values())
+        if self.owned_by not in ("", LLAMA):
             return "off: the server is no llama.cpp"
-        names = ["all"] if mode == "1" else [one.name for one in agents if self.reads_ahead(one)]
-        given_up = [f"given up for {one.name}" for one in agents if one.wrong > 1]
-        return ", ".join([*names, *given_up])
+        on = [one.name for one in agents if self.reads_ahead(one)]
+        return ", ".join(on + [f"given up for {one.name}" for one in agents if one.wrong > 1])
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: its conversation goes on. See whether
         what was read ahead is what it begins with."""
-        agent = self.agent(exchange.request)
-        if side_of(view, {AGENT_ID: exchange.request.get(AGENT_ID)}):
+        agent, told = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
+        if not self.reads_ahead(agent) or side_of(view, told):
             return
         with self.guard:
             talk = self.talks.pop(talk_of(exchange), None)
@@ -5556,37 +5555,33 @@ class Warmup:
             agent.wrong, exchange.ahead = 0, prefill.usage.prompt
         elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
             agent.wrong += 1
-            if agent.wrong == 2:
-                text = "read ahead | given up for %s: other prompts came than were predicted"
-                self.proxy.log.info(text, agent.name)
-        if self.reads_ahead(agent) and view.dialect.edited and exchange.tap is not None:
+        if agent.wrong > 1:
+            text = "read ahead | given up for %s: other prompts came than were predicted"
+            self.proxy.log.info(text, agent.name)
+        elif view.dialect.edited and exchange.tap is not None:
             exchange.tap.whole = bytearray()
 
     def plan(self, exchange: Exchange) -> None:
         """Called after an answer: have the server read what the next prompt begins with, or read
         it again after a side request. The answer is looked into later, in the thread."""
-        view, verdict, tap = exchange.view, exchange.verdict, exchange.tap
-        if view is None or verdict is None:
+        view, tap, agent = exchange.view, exchange.tap, self.agent(exchange.request)
+        if view is None or exchange.verdict is None or not self.reads_ahead(agent):
             return
-        talk, agent, key = None, self.agent(exchange.request), talk_of(exchange)
-        owner, body = key[1:], exchange.forwarded or b""
+        key, last, size = talk_of(exchange), view.turns[-1:], len(exchange.forwarded or b"")
+        fit = all(one.item and one.role != "assistant" for one in last) and size <= AHEAD_BYTES
+        fit = fit and view.body.get("n") in (None, 1) and not goes_on_elsewhere(view)
         with self.guard:
-            if verdict.side:
-                ours = (one for one in reversed(self.talks.values()) if one.owner == owner)
-                talk = next(ours, None)
-                if talk is not None:
+            if exchange.verdict.side:
+                mine = [one for name, one in self.talks.items() if name[1:] == key[1:]]
+                for talk in mine[-1:]:
                     talk.due = True
-            elif tap is not None and tap.whole and not exchange.fault and len(body) <= AHEAD_BYTES:
-                last, one = view.turns[-1], view.body.get("n") in (None, 1)
-                if one and last.item and last.role != "assistant" and not goes_on_elsewhere(view):
-                    path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
-                    talk = Talk(owner, agent, path, keys, view, bytes(tap.whole))
-                    self.talks[key] = talk
-                    if len(self.talks) > TALKS:
-                        del self.talks[next(iter(self.talks))]
-        if talk is not None:
-            self.begin()
-            self.wake.set()
+            elif fit and tap is not None and tap.whole and not exchange.fault:
+                path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
+                self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
+        self.begin()
+        self.quiet()
 
     def quiet(self) -> None:
         """Called when no request is running any more."""
@@ -5595,7 +5590,6 @@ class Warmup:
 
     def read_ahead(self, talk: Talk) -> None:
         """Have the server read what a conversation's next prompt begins with."""
-        talk.due = False
         if talk.prefill is None:
             view, agent, before = talk.view, talk.agent, Prompt(talk.view)
             answers = [turn for turn in view.turns if turn.role == "assistant"]
@@ -5603,19 +5597,18 @@ class Warmup:
                 agent.reasons = bool(before.reasoning)
                 agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
             echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
-            talk.answer = b""
-            if not echo:
-                return
-            talk.view = View(view.body, view.dialect, view.head, [*view.turns, *echo])
-        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
+            talk.view, talk.answer = dataclasses.replace(view, turns=[*view.turns, *echo]), b""
+            talk.due = bool(echo)
+        if not talk.due:
+            return
+        talk.prefill, talk.due = (prefill := Prefill(talk.path, talk.view, talk.keys)), False
         started = time.monotonic()
         status = self.send(prefill)
-        read, told = prefill.usage.read() or 0, {0: "interrupted"}.get(status, f"status {status}")
+        read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
         talk.idle_tokens += read
-        if status == 200:
-            told = f"{read:,} of {prefill.usage.prompt or 0:,} tokens read"
-        text = "read ahead | %s | %.1f s | %s"
-        self.proxy.log.info(text, talk.agent.name, time.monotonic() - started, told)
+        told = {200: f"{read:,} of {whole:,} tokens read", 0: "interrupted"}
+        seconds, words = time.monotonic() - started, told.get(status, f"status {status}")
+        self.proxy.log.info("read ahead | %s | %.1f s | %s", talk.agent.name, seconds, words)
 
     # --- the work ---------------------------------------------------------------------------------
 
@@ -5646,9 +5639,7 @@ class Warmup:
     def run(self) -> None:
         wait: float | None = self.FIRST_WAIT
         while not self.over.is_set():
-            self.resting = True
             self.wake.wait(wait)
-            self.resting = False
             self.wake.clear()
             wait = self.AWAY_WAIT
             with self.proxy.faults_logged("warm-up failed"):
@@ -5659,7 +5650,9 @@ class Warmup:
         until = time.monotonic() + 2
         while not self.talks and time.monotonic() < until:
             time.sleep(0.01)
-        while any(one.due for one in list(self.talks.values())) or not self.resting:
+        while any(
+            one.due or (one.prefill and not one.prefill.closed) for one in list(self.talks.values())
+        ):
             time.sleep(0.01)
 
     def step(self) -> float | None:
@@ -5717,6 +5710,7 @@ class Warmup:
         """Have the server read a prompt; returns the status, 0 without an answer."""
         with self.gate:
             if self.proxy.running or self.over.is_set():
+                prefill.closed = True
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
         metrics, status = self.proxy.metrics, 0
@@ -5987,8 +5981,9 @@ class Pages:
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        if (told := proxy.warmup.told()) or metrics.idle_tokens:
-            facts["read ahead"] = told or "off"
+        if told := proxy.warmup.told():
+            facts["read ahead"] = told
+        if metrics.idle_tokens:
             facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
         pair = "<div><dt>{}</dt><dd>{}</dd></div>"
         return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())

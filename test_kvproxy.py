@@ -14340,7 +14340,7 @@ def test_ahead_is_told_apart_from_requests(rig: Callable[..., Rig], by_hand: Non
     (line,) = talk.logged()
     assert re.fullmatch(r"read ahead \| agent/1 \| [\d.]+ s \| 1,400 of 2,000 tokens read", line)
     page = talk.rig.get("/kvproxy").body.decode()
-    assert "<dt>read ahead</dt><dd>all</dd>" in page and "<dd>1,400</dd>" in page
+    assert "<dt>read ahead</dt><dd>agent/1</dd>" in page and "<dd>1,400</dd>" in page
     assert "\nkvproxy_idle_tokens_total 1400\n" in talk.rig.get("/kvproxy/metrics").body.decode()
 
 
@@ -15467,11 +15467,11 @@ server = xllamacpp.Server(params)
 sys.stdin.read()
 """
 # The model's file has no template of its own; this one prints tools behind the system prompt and,
-# asked for thoughts, an empty one in front of the answers behind the last user turn, as Qwen3.5's.
+# asked for thoughts, one in front of the answers behind the last user turn, as Qwen3's does.
 TEMPLATE = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
     "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -15710,13 +15710,14 @@ def moving_context(mark: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     """The model server with other words: each answer is what the next request goes on from, since
-    history is restored only behind the answer that was heard. The numbers are the server's own."""
-    script = [
-        after["messages"][len(before["messages"]) - 1]
-        if len(after["messages"]) > len(before["messages"])
-        else {"role": "assistant", "content": "That is all."}
-        for before, after in itertools.pairwise(bodies)
-    ]
+    history is restored only behind the answer that was heard. The numbers are the server's own.
+    Side requests, and what kvproxy has read, get the server's words."""
+    bodies = [body for body in bodies if "title" not in body["messages"][0]["content"]]
+    ended = {"role": "assistant", "content": "That is all."}
+    script = []
+    for before, after in itertools.pairwise(bodies):
+        new = after["messages"][len(before["messages"]) - 1 :]
+        script.append(next((turn for turn in new if turn["role"] == "assistant"), ended))
 
     class Actor(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -15726,8 +15727,12 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
             response = connection.getresponse()
             answer = json.loads(response.read())
             connection.close()
-            if script and "choices" in answer:
-                answer["choices"][0]["message"] = script.pop(0)
+            turns = json.loads(body or b"{}").get("messages") or [{}]
+            title = "title" in str(turns[0].get("content"))
+            if script and "choices" in answer and turns[-1].get("content") != "." and not title:
+                message = script.pop(0)
+                reason = "tool_calls" if message.get("tool_calls") else "stop"
+                answer["choices"][0] |= {"message": message, "finish_reason": reason}
             data = json.dumps(answer).encode()
             self.send_response(response.status)
             self.send_header("Content-Type", "application/json")
@@ -15982,6 +15987,64 @@ def test_real_warmup_holds_its_own_conversation(
             assert proxy.warmup.state == "warm"
     show("first request, sent while its head was read", [], [held])
     assert held[1] < 0.1 * held[0]
+
+
+def thinking_agent(mark: str, turns: int, title: bool = False) -> list[dict[str, Any]]:
+    """Requests of an agent that sends its reasoning back, with a tool step on each turn; or of one
+    that has a title made after each answer instead."""
+    system = {"role": "system", "content": real_system(mark, 550 if title else 150)}
+    body = {"model": "m", "max_tokens": 2, "temperature": 0}
+    body["chat_template_kwargs"] = {"thoughts": not title}
+    requests: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = [system]
+    for turn in range(turns):
+        history.append({"role": "user", "content": f"Task {turn}: {kvproxy.filler(15, turn)}"})
+        requests.append({**body, "messages": list(history)})
+        if not title:
+            function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}"})}
+            call = {"id": f"call_{turn}", "type": "function", "function": function}
+            thought = {"content": "", "reasoning_content": kvproxy.filler(40, turn)}
+            history.append({"role": "assistant", **thought, "tool_calls": [call]})
+            result = {"role": "tool", "tool_call_id": call["id"]}
+            history.append({**result, "content": kvproxy.filler(250, turn)})
+            requests.append({**body, "messages": list(history)})
+        history.append({"role": "assistant", "content": f"Done. {kvproxy.filler(20, turn)}"})
+        if title:
+            words = f"Generate a short title for this. {kvproxy.filler(40, turn)}"
+            requests.append({**body, "messages": [{"role": "user", "content": words}]})
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("slots", "title"),
+    [(1, False), (4, False), (1, True)],
+    ids=["tool loop", "tool loop, 4 slots", "title requests"],
+)
+def test_real_ahead(slots: int, title: bool) -> None:
+    """Between a person's Enter and the first token next to nothing is read but what is new."""
+    rows: list[list[tuple[int, int]]] = []
+    with llama_with(slots) as server:
+        for ahead in ("0", "1"):
+            bodies = thinking_agent(f"Ann {ahead}", 3, title)
+            entered = [body for body in bodies if body["messages"][-1]["role"] == "user"]
+            asked = [body for body in entered if len(body["messages"]) > 3]
+            found: list[tuple[int, int]] = []
+            with scripted_answers(server.url, bodies) as url:
+                settings: Any = {"prefill_ahead": ahead, "prefill_ahead_seconds": 0.1}
+                with Proxy(
+                    Config(backend_url=url, listen_port=0, log_level="error", **settings)
+                ) as proxy:
+                    for count, body in enumerate(bodies, 1):
+                        row = real_post(proxy.url, PATHS["chat"], body)
+                        found += [row] if body in asked else []
+                        slowly(lambda: proxy.metrics.number >= count, "the end")  # noqa: B023
+                        if ahead == "1" and proxy.warmup.talks:
+                            proxy.warmup.rest()
+                    idle = proxy.metrics.idle_tokens
+            rows.append(found)
+    show(f"when a person speaks, -np {slots}, then read ahead ({idle} in idle time)", *rows)
+    for (_, before), (_, after) in zip(*rows, strict=True):
+        assert after < 0.2 * before
 
 
 # --- README.md: kept true -------------------------------------------------------------------------
