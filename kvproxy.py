@@ -5633,7 +5633,7 @@ class Warmup:
                 prefill.waiting.discard(exchange)
         if prefill is not None and not prefill.waiting:
             prefill.close()
-        if view is not None and self.config.prefill_ahead != "0":
+        if view is not None:
             self.follow(exchange, view, path)
 
     def run(self) -> None:
@@ -5663,7 +5663,11 @@ class Warmup:
             idle = time.monotonic() - self.proxy.last_end
             wait = max(0.0, self.config.prefill_ahead_seconds - idle)
             if not wait:
-                self.read_ahead(talk)
+                try:
+                    self.read_ahead(talk)
+                except Exception:
+                    talk.due = False  # it would fail again
+                    raise
             return wait
         if not self.enabled:
             return None

@@ -14580,6 +14580,21 @@ def test_ahead_memory_is_bounded(
     assert not warmup.talks
 
 
+def test_ahead_that_fails_is_not_tried_again(
+    rig: Callable[..., Rig], by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = AheadTalk(rig)
+    talk.ask()
+
+    def fails(*_: Any) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(kvproxy, "echo_of", fails)
+    with pytest.raises(RecursionError):
+        talk.read()
+    assert talk.read() == []
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_ahead_is_read_once_with_any_number_of_slots(
     rig: Callable[..., Rig], by_hand: None, slots: int
