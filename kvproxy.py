@@ -5257,7 +5257,7 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
     if dialect.name == "chat":
         choices = [members(one) for event in events for one in listed(event.get("choices"))]
         deltas = [members(one.get("delta") or one.get("message")) for one in choices]
-        ends = {one.get("finish_reason") for one in choices} - {None}
+        ends = {str(one.get("finish_reason") or "") for one in choices} - {""}
         more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
         whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
         said, thought = (
@@ -5269,17 +5269,19 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
         if reasons and thought:
             items[0]["reasoning_content"] = thought
     elif dialect.name == "messages":
-        blocks, ends = list[Json](), set()
+        blocks, ends = dict[str, Json](), set()
         for event in events:
-            blocks += map(members, [*listed(event.get("content")), event.get("content_block")])
-            blocks, delta = [block for block in blocks if block], members(event.get("delta"))
-            ends |= {event.get("stop_reason"), delta.get("stop_reason")} - {None}
+            at, delta = str(event.get("index")), members(event.get("delta"))
+            if "content_block" in event:
+                blocks[at] = members(event["content_block"])
+            blocks |= {str(n): members(one) for n, one in enumerate(listed(event.get("content")))}
+            ends.add(str(event.get("stop_reason") or delta.get("stop_reason") or ""))
             for key in ("text", "thinking", "signature"):
-                if blocks and key in delta:
-                    blocks[-1][key] = str(blocks[-1].get(key) or "") + str(delta[key])
-        kinds = {str(block.get("type")) for block in blocks}
-        whole = ends == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
-        kept = [block for block in blocks if reasons or block.get("type") == "text"]
+                if at in blocks and key in delta:  # blocks may overlap
+                    blocks[at][key] = str(blocks[at].get(key) or "") + str(delta[key])
+        kinds = {str(block.get("type")) for block in blocks.values()}
+        whole = ends - {""} == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
+        kept = [block for block in blocks.values() if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
     else:
         responses = [members(event.get("response") or event) for event in events]

@@ -14139,6 +14139,8 @@ def ahead_blocks(*blocks: Any, stop: str = "end_turn") -> bytes:
     for index, (start, *deltas) in enumerate(blocks):
         events.append({"type": "content_block_start", "index": index, "content_block": start})
         events += [{"type": "content_block_delta", "index": index, "delta": one} for one in deltas]
+    late = [one for one in events if "signature" in one.get("delta", {})]  # as llama-server does
+    events = [one for one in events if one not in late] + late
     events.append({"type": "message_delta", "delta": {"stop_reason": stop}, "usage": {}})
     text = (f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in events)
     return "".join(text).encode()
@@ -14198,7 +14200,7 @@ AHEAD_REASONS = {"type": "reasoning", "id": "r1", "summary": [],
         ("responses", ahead_output(AHEAD_MESSAGE, {"type": "function_call", "call_id": "c"}), [], None),
         ("responses", ahead_output({**AHEAD_MESSAGE, "content": []}), [], None),
         *[(dialect, junk, [], None) for dialect in PATHS
-          for junk in (b"", b"null", b"[]", b"data: {", b'{"choices": 5, "content": 5, "output": 5}', b"\xff", b'data: {"choices":[5,{"delta":5}]}')],
+          for junk in (b"", b"null", b"[]", b"data: {", b'{"choices": 5, "content": 5, "output": 5}', b"\xff", b'data: {"choices":[5,{"delta":5}]}', b'{"choices":[{"finish_reason":{"a":1},"index":[1]}]}', b'{"stop_reason":[1],"content":[{"type":[1]}]}', b'{"status":[1],"output":[{"type":{},"content":[1]},5]}')],
     ],
 )  # fmt: skip
 def test_ahead_answer_as_the_client_repeats_it(
