@@ -6629,7 +6629,7 @@ def usage_text() -> str:
     for title, rows in parts.items():
         lines += ["", title + ":"]
         for name, text in rows.items():
-            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+            lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
 
