@@ -1198,9 +1198,9 @@ SURE = re.compile(  # values that vary by themselves
 )
 MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-LISTED = re.compile(  # a line of a listing: of a tree, of git status, of ls, of git log
+LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status, of ls, of git log
     r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
-    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S"
+    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
 LEARNED = "learned: "  # begins the labels of what was seen to vary
 BLOCK = LEARNED + "block "
@@ -1260,12 +1260,12 @@ class Shape(NamedTuple):
         if start < 0 or line_end(text, self.after, start) >= 0:
             return
         end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
-        block = text[start:end].strip()
-        if end < start or not block or end - start > LEARNED_BLOCK:
+        block = text[start:end].strip("\n")
+        if end < start or not block.strip() or end - start > LEARNED_BLOCK:
             return
         start += text.startswith("\n", start)
         heading = self.after.strip() if len(self.after) <= 120 else ""
-        yield [(start, end)], f"{heading}\n{block}".strip()
+        yield [(start, end)], f"{heading}\n{block}".strip("\n")
 
 
 def line_end(text: str, line: str, start: int = 0) -> int:
@@ -1538,14 +1538,19 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 
 
 # What a program may have written at an end of a user text, though nobody described it: a block in
-# a tag, under a label in brackets, or of labelled JSON; a time in brackets. It counts as a part of
-# the text everywhere but where a client takes it out of its history, or puts a time in.
+# a tag, under a label in brackets, or of labelled JSON; a time in brackets; labelled lines with a
+# time. It counts as a part of the text everywhere but where a client takes it out of its history,
+# or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
 TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
 END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
 LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
 TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
 JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
+
+
+LABELLED = re.compile(r"(?:[A-Z][\w .,&/()-]{1,40}: [^\n]{1,200}(?:\n|\Z)){1,20}(?=\n|\Z)")
+ANY_TIME = re.compile(_CLOCK)
 
 
 def program_lead(text: str, at: int) -> int:
@@ -1557,6 +1562,8 @@ def program_lead(text: str, at: int) -> int:
     if label := JSON_LABEL.match(text, at):
         end = text.find("\n```", label.end(), room)
         return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
+    if (lines := LABELLED.match(text, at)) and ANY_TIME.search(lines[0]):
+        return lines.end()
     label = LABEL.match(text, at)
     if label:
         end = text.find("\n[/", label.end(), room)
@@ -1591,9 +1598,10 @@ def program_tail(text: str, start: int, end: int) -> int:
         elif not TIME_LABEL.match(text, at + 1, end):
             at = -1
     if at < 0:
-        at = text.rfind("\n\n[", room, end)
-        label = LABEL.match(text, at + 2, end) if at >= 0 else None
-        at = at + 1 if label and text.find("\n\n", at + 2, end) < 0 else -1
+        at = text.rfind("\n\n", room, end)
+        lines = LABELLED.fullmatch(text, at + 2, end)
+        timed = lines is not None and ANY_TIME.search(lines[0])
+        at = at + 1 if at >= 0 and (timed or LABEL.match(text, at + 2, end)) else -1
     return at + 1 if at >= start else end
 
 
@@ -1660,6 +1668,7 @@ class Unit:
     inserted = NOTHING  # what kvproxy set down in it, by label
     stored: Stored | None = None  # as it was sent before
     dropped = False  # a carrier of it is not sent
+    spoken: tuple[str, frozenset[str]] | None = None  # see spoken()
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
@@ -1764,7 +1773,7 @@ ANY = Heard("*")  # a capture holds no answers: what the client says next was th
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "tap", "units")
+    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "relayed", "tap", "units")
 
     def __init__(self, conversation: str, newest: int, prefill: str) -> None:
         self.conversation = conversation
@@ -1774,11 +1783,17 @@ class Record:
         self.kept: list[int] = []  # places of those whose turns are kept
         self.answer: Heard | None = None  # none yet, or an error
         self.tap: Tap | None = None  # what has been relayed of an answer on its way
+        self.relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
 
     def heard(self) -> Heard | None:
         """What the client can have heard by now."""
         tap = self.tap
-        return heard_answer(*tap.windows()) if tap is not None else self.answer
+        if tap is None:
+            return self.answer
+        windows = tap.windows()
+        if self.relayed[0] != windows:  # more of it came
+            self.relayed = windows, heard_answer(*windows)
+        return self.relayed[1]
 
 
 class Line:
@@ -1937,10 +1952,10 @@ class Replay:
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         unit = Unit("head", [], [])
-        units = [unit]
+        units, joined = [unit], [unit]
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            if role == "assistant" and unit.carriers and unit.role in ("assistant", "head"):
+            if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
                 units += unit.part()  # nothing but decorations was said and answered
                 unit = units[-1]
             if turn is None:
@@ -1949,12 +1964,13 @@ class Replay:
             joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
             if joins or said.carrier:
                 unit.add(turn, said)
+                if joined[-1] is not unit:
+                    joined.append(unit)
             else:
                 unit = Unit(role, [turn], [said])
                 units.append(unit)
-        for unit in units:
-            if len(unit.said) != 1 or unit.carriers:
-                unit.sum_up()
+        for unit in joined:
+            unit.sum_up()
         return units
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
@@ -2050,7 +2066,7 @@ class Replay:
         for _, _, other in rivals:
             for at in range(common):
                 mine, theirs = record.units[at], other.units[at]
-                if mine is not theirs and mine.form() != theirs.form():
+                if mine != theirs and mine.form() != theirs.form():
                     common = at
                     break
         if not common:
@@ -2298,9 +2314,9 @@ def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
     for unit in units:
-        if unit.stored is not None and unit.stored.turns is not None:
-            sent = [*unit.stored.turns, *unit.stored.carriers]
-            came = unit.turns + unit.carriers
+        stored = unit.stored
+        if stored is not None and stored.turns is not None and stored.turns != tuple(unit.turns):
+            sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
             added += sum([len(turn.json()) for turn in sent])
             added -= sum([len(turn.json()) for turn in came])
     return added
@@ -2529,9 +2545,11 @@ def letters(text: str) -> str:
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """The letters of an answer, and the ids of its calls."""
-    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    calls = [plain(name) for name, _ in unit.calls]
-    return letters("\n".join(texts)), frozenset(calls)
+    if unit.spoken is None:
+        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+        calls = [plain(name) for name, _ in unit.calls]
+        unit.spoken = letters("\n".join(texts)), frozenset(calls)
+    return unit.spoken
 
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
@@ -2549,7 +2567,7 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
-    opening = letters(record.prefill + answer.opening)
+    opening = record.prefill + answer.opening
     if answer.complete and said == opening:
         return 2 if said else 0
     for heard in (opening, answer.closing):
@@ -2812,10 +2830,11 @@ def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
     return windows
 
 
-def usage_of(first: bytes, last: bytes = b"") -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others)."""
+def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
+    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
+    in their events, where they are known."""
     found: Json = {}
-    for event in itertools.chain(*answer_events(first, last)):
+    for event in itertools.chain(*(windows or answer_events(first, last))):
         for part in map(members, (event, event.get("response"), event.get("message"))):
             read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
@@ -2851,9 +2870,10 @@ ANSWER_KEYS = {
 }
 
 
-def heard_answer(first: bytes, last: bytes) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole."""
-    said = [list(answer_parts(events)) for events in answer_events(first, last)]
+def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
+    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
+    from their events."""
+    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
     windows = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(windows):
@@ -2950,10 +2970,12 @@ class Prompt:
         headers: Mapping[str, str] | None = None,
         now: float = 0.0,
         sent: Prompt | None = None,
+        side: bool = True,
     ) -> None:
         """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock."""
-        self.conversation, self.time, self.side = talk, now, side_of(view, headers or {})
+        `now`: on any clock; `side`: whether it may be a side request."""
+        self.conversation, self.time = talk, now
+        self.side = side_of(view, headers or {}) if side else ""
         self.segments = [("system", turn.text()) for turn in view.system()]
         for tool in listed(view.body.get("tools")):
             text = json.dumps(bare(tool) if members(tool) else tool)
@@ -3215,6 +3237,10 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     whole = changed = None
     deepest = reached = -1
     for entry in own:
+        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
+        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
+        if whole is not None and whole.head == prompt.head and not deeper:
+            continue
         depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
         later = changed is None and depth > deepest and prompt.answered(depth)
         if not (begins and depth >= deepest) and not later:
@@ -3836,6 +3862,7 @@ class Response(http.client.HTTPResponse):
     fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     length: int | None
+    keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
         """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
@@ -3864,6 +3891,21 @@ class Response(http.client.HTTPResponse):
         else:
             self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
+        closes = re.search(r"(?i)\bclose\b", ",".join(headers.all("connection")))
+        framed = self.chunked or self.length is not None
+        self.keeps = framed and not closes and line.startswith(b"HTTP/1.1")
+
+    def release(self) -> bool:
+        """Let go of the connection, at the end of the body; whether it can be used again."""
+        reader, self.fp = self.fp, None
+        reader.raw.wait = never_wait
+        with suppress(ConnectionError):
+            try:
+                reader.peek(1)
+            except BlockingIOError:  # nothing came that nobody asked for
+                reader.detach()  # else it would close the connection
+                return self.keeps
+        return False
 
     def pieces(self) -> Iterator[Part]:
         """The body as it comes; coded in chunks where only closing tells its end."""
@@ -3888,6 +3930,7 @@ class Upstream(http.client.HTTPConnection):
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
+        self.kept = self.unfinished = False  # after an answer; a request was not sent whole
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
@@ -3908,6 +3951,11 @@ class Upstream(http.client.HTTPConnection):
             head, body = head + body, b""
         self.send(head)
         self.send(body)
+
+    def idle(self) -> bool:
+        """Whether nothing came on a connection that was kept, not even its end."""
+        self.kept = True
+        return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
         """Read ahead: whether the final answer has begun, or the connection has ended."""
@@ -3982,6 +4030,7 @@ class Relay(BaseHTTPRequestHandler):
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
+        self.kept: Any = None  # an Upstream, between two requests
         self.exchange: Any = None  # an Exchange, likewise
         self.patience = self.config.header_timeout  # seconds until the next request
         self.limit = self.config.max_body_mb << 20
@@ -4037,6 +4086,8 @@ class Relay(BaseHTTPRequestHandler):
             self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
+        if self.kept is not None:
+            self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
             with suppress(ClientGone, OSError):
@@ -4058,13 +4109,16 @@ class Relay(BaseHTTPRequestHandler):
                 raise ClientGone("it does not read its answer")
             return
         self.flush()
-        wanted = {client: READ}
-        if self.upstream is not None:
-            wanted[self.upstream.sock.fileno()] = READ
+        wanted, upstream = {client: READ}, self.upstream or self.kept
+        if upstream is not None:
+            wanted[upstream.sock.fileno()] = READ
         found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
-        if client not in found and self.upstream.answered():
+        if client not in found and upstream is self.kept:
+            upstream.close()  # the server closes what is idle
+            self.kept = None
+        elif client not in found and upstream.answered():
             raise Answered
 
     def wait_for_server(self, events: int) -> None:
@@ -4282,26 +4336,45 @@ class Relay(BaseHTTPRequestHandler):
         self._headers_buffer.append(b"\r\n")
 
     def forward(self, exchange: Exchange) -> None:
-        """Send the request on, once, over a connection of its own, and relay the answer: those that
-        are kept, llama-server closes just when a request goes out."""
-        backend = self.proxy.backend
+        """Send the request on and relay the answer, over the connection of the client's last
+        request while the server keeps that open. It is repeated only where nothing came back on
+        such a one, because the server has just closed it (RFC 9112 section 9.3.1)."""
+        backend, kept = self.proxy.backend, self.kept
+        self.kept = None
+        if kept is not None:
+            passes = exchange.forwarded is None and exchange.request.length  # it goes out once
+            if passes or kept.url is not backend.url or not kept.idle():
+                kept.close()
+            else:
+                with suppress(http.client.RemoteDisconnected):
+                    return self.forward_over(kept, exchange)
         try:
-            self.upstream = upstream = backend.connect()
+            upstream = backend.connect()
         except OSError as error:
             backend.lost()
             status = 504 if isinstance(error, TimeoutError) else 502
             text = f"The model server at {backend.name()} cannot be reached ({error})."
             text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
             raise Refused(status, text) from None
+        return self.forward_over(upstream, exchange)
+
+    def forward_over(self, upstream: Upstream, exchange: Exchange) -> None:
+        """Raises RemoteDisconnected where nothing comes back on a connection that was kept."""
+        self.upstream = upstream
         try:
-            self.relay(self.ask(upstream, exchange), exchange)
+            response = self.ask(upstream, exchange)
+            self.relay(response, exchange)
+            if not upstream.unfinished and response.release():
+                self.kept = upstream
         finally:
-            upstream.close()
+            self.upstream = None
+            if self.kept is not upstream:
+                upstream.close()
 
     def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
         """Send a request and read the answer's head. Raises Refused."""
         backend, stream = self.proxy.backend, upstream.sock
-        stream.wait = self.wait_for_server
+        stream.wait, stream.received = self.wait_for_server, 0
         try:
             self.watch(READ, 0)  # the client may have left by now
             self.send_request(upstream, exchange)
@@ -4312,6 +4385,8 @@ class Relay(BaseHTTPRequestHandler):
         except BadMessage as bad:
             raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
         except (ConnectionError, EOFError):
+            if not stream.received and upstream.kept:
+                raise http.client.RemoteDisconnected("") from None
             if not stream.received:
                 backend.lost()
             text = f"The model server at {backend.name()} closed the connection without an answer"
@@ -4335,6 +4410,7 @@ class Relay(BaseHTTPRequestHandler):
             for data in self.body(request) if passes else ():
                 upstream.send(data)
         except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
+            upstream.unfinished = True
             if passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
@@ -4816,9 +4892,8 @@ class Proxy:
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
-                original = view_of(parse(received), view.dialect)
-            sent = Prompt(original) if original is not None else None
-            prompt = Prompt(view, *told, sent)
+                original = Prompt(self.reader.view(received, view.dialect), side=False)
+            prompt = Prompt(view, *told, original)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
@@ -4840,9 +4915,11 @@ class Proxy:
             self.running += change
             if change < 0:
                 self.last_end = time.monotonic()
-            (self.still.clear if self.running else self.still.set)()
             if not self.running:
+                self.still.set()
                 self.warmup.quiet()
+            elif self.running == change:
+                self.still.clear()
 
     def finished(self, exchange: Exchange) -> None:
         """Read an answer's numbers and record the request; if less was reused than should have
@@ -4865,13 +4942,14 @@ class Proxy:
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
         first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        events = answer_events(first, last) if answered else []
         if record := exchange.trace.record:
-            record.answer = heard_answer(first, last) if answered else None
+            record.answer = heard_answer(first, last, events) if answered else None
             record.tap = None
         if exchange.status == 400 and CONTEXT_FULL.search(first):
             self.replay.overflowed(exchange.trace)
         if answered:
-            exchange.usage = usage_of(first, last)
+            exchange.usage = usage_of(first, last, events)
         else:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
@@ -5000,6 +5078,7 @@ class Metrics:
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
         self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
+        self.kept = 0  # bytes of the bodies that are kept
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
         self.since = time.time()
@@ -5069,12 +5148,15 @@ class Metrics:
 
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
+        if len(self.recent) == self.recent.maxlen:
+            self.kept -= self.recent[0].size() if self.recent else exchange.size()
         self.recent.append(exchange)
-        room = self.KEEP_BYTES
-        for one in reversed(self.recent):
-            room -= one.size()
-            if room < 0:
-                one.received = one.forwarded = None
+        self.kept += exchange.size()
+        for one in self.recent if self.kept > self.KEEP_BYTES else ():
+            self.kept -= one.size()
+            one.received = one.forwarded = None
+            if self.kept <= self.KEEP_BYTES:
+                break
 
 
 # Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.

