@@ -4501,6 +4501,7 @@ class Backend:
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.address = ""  # of localhost, that took a connection last
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
+        self.owner = ""  # owned_by in /v1/models, once it was asked for
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
@@ -4574,7 +4575,7 @@ class Backend:
         if not props and not status:
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        owner = str(model.get("owned_by") or "")
+        self.owner = owner = str(model.get("owned_by") or "")
         other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
         path = str(props.get("model_path") or "")
         found = {
@@ -5473,7 +5474,6 @@ class Warmup:
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
         self.agents: dict[str, Agent] = {}
-        self.owned_by = ""  # what the server says of itself
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
         self.over, self.wake = threading.Event(), threading.Event()
@@ -5598,33 +5598,27 @@ class Warmup:
     def reads_ahead(self, agent: Agent) -> bool:
         """Whether prompts of such clients are read ahead."""
         mode = self.config.prefill_ahead
-        wanted = mode == "1" or (mode == "auto" and agent.helps and self.owned_by == LLAMA)
-        return bool(wanted) and self.config.scrub and agent.wrong < 2
+        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
+        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         """Note that reading ahead would have helped; with `auto` that is when it begins."""
-        kind = case.verdict.kind
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
         side = kind == "taken" and any(one.side for one in case.between)
         agent = self.agent(exchange.request)
-        if self.config.prefill_ahead != "auto" or agent.helps or not (kind == "template" or side):
-            return
-        if not self.owned_by:
-            with suppress(OSError):
-                url, keys = self.proxy.backend.locate(), keys_of(exchange.request)
-                models = listed(members(fetch(url, "/v1/models", 3.0, keys)[1]).get("data"))
-                self.owned_by = str(members(next(iter(models), None)).get("owned_by") or "")
-        if self.owned_by:
-            agent.helps, on = HELPFUL[kind], self.owned_by == LLAMA
-            where = "on" if on else "off, since the server is no llama.cpp,"
-            self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
+        if self.config.prefill_ahead == "auto" and owner and (kind == "template" or side):
+            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            if not agent.helps:
+                agent.helps = HELPFUL[kind]
+                self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
 
     def told(self) -> str:
         """For whom it is on, for the page; '' where nothing came up."""
         agents = list(self.agents.values())
-        if self.owned_by not in ("", LLAMA):
-            return "off: the server is no llama.cpp"
-        on = [one.name for one in agents if self.reads_ahead(one)]
-        return ", ".join(on + [f"given up for {one.name}" for one in agents if one.wrong > 1])
+        told = [one.name for one in agents if self.reads_ahead(one)]
+        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        helps = any(one.helps for one in agents) and not told
+        return "off: the server is no llama.cpp" if helps else ", ".join(told)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: its conversation goes on. See whether
