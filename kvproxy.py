@@ -5496,8 +5496,10 @@ class Warmup:
         """Start the thread, if there is none yet."""
         with self.guard:
             if self.thread is None and not self.over.is_set():
-                self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+                with suppress(RuntimeError):  # can't start new thread
+                    thread.start()
+                    self.thread = thread
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
@@ -5655,6 +5657,7 @@ class Warmup:
                     talk.due = True
             elif fit and tap is not None and tap.whole and not exchange.fault:
                 path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
+                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
                 self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
                 if len(self.talks) > TALKS:
                     del self.talks[next(iter(self.talks))]
