@@ -133,6 +133,8 @@ class Config:
     warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
     warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
     keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
+    prefill_ahead: str = setting("auto", "have the next prompt read in idle time", "auto", "0", "1")
+    prefill_ahead_seconds: float = setting(0.5, "idle seconds before that", 0.05, 3600)
     connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
     read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
     header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
@@ -2951,6 +2953,13 @@ def part_text(value: Any) -> str:
     return "\n".join(filter(None, pieces))
 
 
+def told_of(turn: Turn) -> str:
+    """All that the server reads of a turn; remembered with it."""
+    if turn.told is None:
+        turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+    return turn.told
+
+
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
@@ -3003,10 +3012,8 @@ class Prompt:
                 self.reasoning.add(number)
             if reasons:
                 continue
-            if turn.told is None:
-                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
-            self.segments.append((f"turn {number} ({role})", turn.told))
+            self.segments.append((f"turn {number} ({role})", told_of(turn)))
             number += 1
         del self.segments[self.SEGMENTS :]
         self.system = "\n".join(text for name, text in self.segments if name == "system")
@@ -3196,6 +3203,7 @@ class Case:
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
+    ahead: int | None = None  # tokens of it that were read before it came
     slots: int | None = None  # that the server has, if it was asked
     first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
@@ -3506,6 +3514,7 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     if usage.cached is None or not usage.prompt:
         return 0
     exact = base.tokens if base is not None and case.whole else None
+    exact = case.ahead or exact
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
     little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
@@ -3636,7 +3645,7 @@ OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
-    return told if getattr(config, setting, True) else f"{told}; {how}"
+    return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
@@ -3656,7 +3665,7 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get("x-claude-code-agent-id"):
+    if headers.get(AGENT_ID):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
@@ -4132,15 +4141,20 @@ class Upstream(http.client.HTTPConnection):
 
 
 class Tap:
-    """The first and the last bytes of an answer, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
 
-    __slots__ = ("first", "last")
+    __slots__ = ("first", "last", "whole")
 
     def __init__(self) -> None:
         self.first, self.last = b"", bytearray()
+        self.whole: bytearray | None = None
 
     def add(self, data: bytes) -> None:
         self.last += data
+        if self.whole is not None:
+            self.whole += data
+            if len(self.whole) > AHEAD_BYTES:
+                self.whole = None
         if len(self.last) > 2 * TAP_BYTES:
             self.first = self.first or bytes(self.last[: TAP_BYTES // 4])
             del self.last[:-TAP_BYTES]
@@ -4620,6 +4634,7 @@ class Exchange:
         self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
         self.straight = 0.0  # the part of it that would be reused without kvproxy
+        self.ahead: int | None = None  # tokens of it that were read before it came
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -4658,6 +4673,7 @@ class Backend:
         self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
+        self.owner = ""  # owned_by in /v1/models, once it was asked for
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
@@ -4745,7 +4761,7 @@ class Backend:
             self.known = {}
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        owner = str(model.get("owned_by") or "")
+        self.owner = owner = str(model.get("owned_by") or "")
         other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
         path, context = str(props.get("model_path") or ""), None
         if other == "LM Studio":
@@ -4915,6 +4931,7 @@ class Server(ThreadingHTTPServer):
 CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
+AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
@@ -5073,8 +5090,8 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        agent, original = "x-claude-code-agent-id", None
-        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
+        talk, original = exchange.trace.conversation, None
+        told = talk, {AGENT_ID: exchange.request.get(AGENT_ID)}, time.monotonic()
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
@@ -5082,7 +5099,7 @@ class Proxy:
             prompt = Prompt(view, *told, original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
-            case.idle = exchange.started - self.last_end
+            case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
@@ -5112,6 +5129,7 @@ class Proxy:
             self.last_end = time.monotonic()
             if not self.active:
                 self.still.set()
+                self.warmup.quiet()
 
     def found(self) -> None:
         """Note that the server answers."""
@@ -5159,6 +5177,7 @@ class Proxy:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
             self.warmup.remember(exchange)
+            self.warmup.plan(exchange)
         exchange.tap = exchange.view = None
         exchange.trace = Trace(exchange.trace.conversation)
 
@@ -5177,6 +5196,7 @@ class Proxy:
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
+                self.warmup.notice(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -5355,6 +5375,7 @@ class Metrics:
         self.first_bytes = [0.0, 0]  # seconds until them, and their number
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
+        self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
         self.kept = 0  # bytes of the bodies that are kept
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5586,6 +5607,12 @@ class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
                  "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
+TALKS = 8  # conversations whose newest prompt is kept
+WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
+LLAMA = "llamacpp"  # what llama-server gives as owned_by
+HELPFUL = {"template": "the chat template renders old turns otherwise than before",
+           "taken": "a side request takes the slot"}  # fmt: skip
 
 
 def front_members(body: Json) -> Json:
@@ -5596,15 +5623,89 @@ def front_members(body: Json) -> Json:
     return front
 
 
+def front_as_read(view: View) -> Json:
+    """The same in one form for all that the server reads alike."""
+    front = front_members(view.body)
+    front.pop("instructions", None)
+    tools = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
+    return {**front, "system": [turn.text() for turn in view.head], "tools": tools}
+
+
+def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
+    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
+    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
+    of a chat are lists of parts."""
+    events = [event for window in answer_events(answer, b"") for event in window]
+    items: list[Json]
+    if dialect.name == "chat":
+        choices = [members(one) for event in events for one in listed(event.get("choices"))]
+        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
+        ends = {str(one.get("finish_reason") or "") for one in choices} - {""}
+        more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
+        whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
+        said, thought = (
+            "".join(str(one.get(key) or "") for one in deltas)
+            for key in ("content", "reasoning_content")
+        )
+        content = [{"type": "text", "text": said}] if parts else said
+        items = [{"role": "assistant", "content": content}]
+        if reasons and thought:
+            items[0]["reasoning_content"] = thought
+    elif dialect.name == "messages":
+        blocks, ends = dict[str, Json](), set()
+        for event in events:
+            at, delta = str(event.get("index")), members(event.get("delta"))
+            if "content_block" in event:
+                blocks[at] = members(event["content_block"])
+            blocks |= {str(n): members(one) for n, one in enumerate(listed(event.get("content")))}
+            ends.add(str(event.get("stop_reason") or delta.get("stop_reason") or ""))
+            for key in ("text", "thinking", "signature"):
+                if at in blocks and key in delta:  # blocks may overlap
+                    blocks[at][key] = str(blocks[at].get(key) or "") + str(delta[key])
+        kinds = {str(block.get("type")) for block in blocks.values()}
+        whole = ends - {""} == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
+        kept = [block for block in blocks.values() if reasons or block.get("type") == "text"]
+        items = [{"role": "assistant", "content": kept}]
+    else:
+        responses = [members(event.get("response") or event) for event in events]
+        last = next((one for one in reversed(responses) if one.get("output")), {})
+        output = list(map(members, listed(last.get("output"))))
+        kinds = {str(item.get("type")) for item in output}
+        whole = last.get("status") == "completed" and kinds <= {"message", "reasoning"}
+        said_items = (one for one in output if one.get("content"))
+        items = [one for one in said_items if reasons or one.get("type") == "message"]
+    turns = list(map(turn_of, items))
+    speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
+    return turns if whole and speaks else []
+
+
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
+
+
+def talk_of(exchange: Exchange) -> tuple[str, ...]:
+    """Which client's conversation a request belongs to."""
+    told = map(exchange.request.get, CLIENT_HEADERS)
+    return exchange.trace.conversation, exchange.address, *told
+
+
 class Prefill:
     """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. The last turn is a placeholder, and the answer is one token."""
+    it. Behind it stands a placeholder, since many templates render the last turns in another way
+    until a user has spoken; the answer is one token, which nobody reads."""
 
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
+    def __init__(self, path: str, view: View, keys: dict[str, str] | None = None) -> None:
+        self.path, self.view, self.keys = path, view, keys
+        body = {**front_members(view.body), "stream": False}
+        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
+        placeholder = turn_of({"role": "user", "content": "."})
+        self.body = View(body, view.dialect, [], [*view.turns, placeholder]).dump()
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+        self.usage = Usage()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -5620,12 +5721,13 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
         with suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
+            turns = [
+                [(one.role, told_of(one).rstrip()) for one in of]
+                for of in (self.view.turns, view.turns[: len(self.view.turns)])
+            ]
+            same = path == self.path and turns[0] == turns[1]
+            return same and front_as_read(view) == front_as_read(self.view)
         return False
 
 
@@ -5636,11 +5738,37 @@ def is_shape(row: list[str]) -> bool:
     return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
 
 
-class Warmup:
-    """Remembers the heads of recent conversations, and has the server read them before a request
-    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
+@dataclasses.dataclass
+class Agent:
+    """What was seen of the clients with one User-Agent."""
 
-    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    name: str
+    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
+    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
+    reasons: bool = False  # they sent reasoning back
+    parts: bool = False  # they sent answers as lists of parts
+
+
+@dataclasses.dataclass
+class Talk:
+    """A conversation's newest prompt, as it was forwarded, and the answer to it."""
+
+    agent: Agent
+    path: str
+    keys: dict[str, str]
+    view: View
+    answer: bytes
+    due: bool = True  # to be read ahead
+    prefill: Prefill | None = None
+    idle_tokens: int = 0
+
+
+class Warmup:
+    """Has the server read prompts before they are needed: after a start the heads of recent
+    conversations, later the newest one to keep it warm, and after each answer what the next prompt
+    begins with. At most one prefill is under way, and clients' requests go first: hold()."""
+
+    FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
@@ -5652,9 +5780,11 @@ class Warmup:
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.learned: list[list[str]] = []  # as the file has it
-        self.guard = threading.Lock()  # of both, and of the file
+        self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
+        self.agents: dict[str, Agent] = {}
+        self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.over = threading.Event()
+        self.over, self.wake = threading.Event(), threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
@@ -5664,15 +5794,25 @@ class Warmup:
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
+        self.thread = None
         if self.enabled:
             self.load()
             self.state = "waiting"
-            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-            self.thread.start()
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the thread, if there is none yet."""
+        with self.guard:
+            if self.thread is None and not self.over.is_set():
+                thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+                with suppress(RuntimeError):  # can't start new thread
+                    thread.start()
+                    self.thread = thread
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
+        self.wake.set()
         with self.gate:
             prefill = self.prefill
         if prefill is not None:
@@ -5746,17 +5886,13 @@ class Warmup:
             return
         if not (view.dialect.edited and view.system()):
             return
-        body = front_members(view.body)
-        systems = [turn.item for turn in view.turns[: view.leading()]]
-        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
-        body["stream"] = False
-        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        ident = digest(view.dialect.name, dump(body)).hex()
-        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
-        self.keys = {name: key for name, key in keys.items() if key}
+        path = exchange.request.path.split("?")[0]
+        body = Prefill(path, View(view.body, view.dialect, [], view.turns[: view.leading()])).body
+        ident = digest(view.dialect.name, body).hex()
+        self.keys = keys_of(exchange.request)
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.keep(ident, {"path": path, "body": json.loads(body)})
             self.due.pop(ident, None)  # the client itself had it read
             learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
             if (ident != newest or learned != self.learned) and self.path:
@@ -5769,6 +5905,109 @@ class Warmup:
                     self.proxy.log.warning(text, self.path, error)
                     self.path = ""
 
+    # --- reading ahead ----------------------------------------------------------------------------
+
+    def agent(self, request: Request) -> Agent:
+        name = request.get("user-agent")
+        with self.guard:
+            agent = self.agents.get(name) or Agent(visible(name[:60]) or "clients without a name")
+            remember(self.agents, name, agent, 256)
+        return agent
+
+    def reads_ahead(self, agent: Agent) -> bool:
+        """Whether prompts of such clients are read ahead."""
+        mode = self.config.prefill_ahead
+        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
+        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        """Note that reading ahead would have helped; with `auto` that is when it begins."""
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
+        side = kind == "taken" and any(one.side for one in case.between)
+        agent = self.agent(exchange.request)
+        if self.config.prefill_ahead == "auto" and owner and (kind == "template" or side):
+            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            if not agent.helps:
+                agent.helps = HELPFUL[kind]
+                self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
+
+    def told(self) -> str:
+        """For whom it is on, for the page; '' where nothing came up."""
+        agents = list(self.agents.values())
+        told = [one.name for one in agents if self.reads_ahead(one)]
+        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        helps = any(one.helps for one in agents) and not told
+        return "off: the server is no llama.cpp" if helps else ", ".join(told)
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """Called before a client's request is forwarded: its conversation goes on. See whether
+        what was read ahead is what it begins with."""
+        agent, told = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
+        if not self.reads_ahead(agent) or side_of(view, told):
+            return
+        with self.guard:
+            talk = self.talks.pop(talk_of(exchange), None)
+        prefill = talk.prefill if talk is not None else None
+        if prefill is not None and prefill.begins(path, view):
+            agent.wrong, exchange.ahead = 0, prefill.usage.prompt
+        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
+            agent.wrong += 1
+        if agent.wrong > 1:
+            text = "read ahead | given up for %s: other prompts came than were predicted"
+            self.proxy.log.info(text, agent.name)
+        elif view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
+
+    def plan(self, exchange: Exchange) -> None:
+        """Called after an answer: have the server read what the next prompt begins with, or read
+        it again after a side request. The answer is looked into later, in the thread."""
+        view, tap, agent = exchange.view, exchange.tap, self.agent(exchange.request)
+        if view is None or exchange.verdict is None or not self.reads_ahead(agent):
+            return
+        key, last, size = talk_of(exchange), view.turns[-1:], len(exchange.forwarded or b"")
+        fit = all(one.item and one.role != "assistant" for one in last) and size <= AHEAD_BYTES
+        fit = fit and view.body.get("n") in (None, 1) and not goes_on_elsewhere(view)
+        with self.guard:
+            if exchange.verdict.side:
+                mine = [one for name, one in self.talks.items() if name[1:] == key[1:]]
+                for talk in mine[-1:]:
+                    talk.due = True
+            elif fit and tap is not None and tap.whole and not exchange.fault:
+                path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
+                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
+                self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
+        self.begin()
+        self.quiet()
+
+    def quiet(self) -> None:
+        """Called when no request is running any more."""
+        if any(talk.due for talk in list(self.talks.values())):
+            self.wake.set()
+
+    def read_ahead(self, talk: Talk) -> None:
+        """Have the server read what a conversation's next prompt begins with."""
+        talk.due = False
+        if talk.prefill is None:
+            view, agent, before = talk.view, talk.agent, Prompt(talk.view)
+            answers = [turn for turn in view.turns if turn.role == "assistant"]
+            if answers:
+                agent.reasons = bool(before.reasoning)
+                agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
+            echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
+            talk.view, talk.answer = dataclasses.replace(view, turns=[*view.turns, *echo]), b""
+            if not echo:
+                return
+        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
+        started = time.monotonic()
+        status = self.send(prefill)
+        read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
+        talk.idle_tokens += read
+        told = {200: f"{read:,} of {whole:,} tokens read", 0: "interrupted"}
+        seconds, words = time.monotonic() - started, told.get(status, f"status {status}")
+        self.proxy.log.info("read ahead | %s | %.1f s | %s", talk.agent.name, seconds, words)
+
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
@@ -5779,9 +6018,10 @@ class Warmup:
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
+        if exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(request.path.split("?")[0], view):
+        path = request.path.split("?")[0]
+        if prefill is not None and view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -5789,18 +6029,45 @@ class Warmup:
                     watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
-        if not prefill.waiting:
+        if prefill is not None and not prefill.waiting:
             prefill.close()
+        if view is not None:
+            self.follow(exchange, view, path)
 
     def run(self) -> None:
-        wait = self.FIRST_WAIT
-        while not self.over.wait(wait):
+        wait: float | None = self.FIRST_WAIT
+        while not self.over.is_set():
+            self.wake.wait(wait)
+            self.wake.clear()
+            wait = self.AWAY_WAIT
             with self.proxy.faults_logged("warm-up failed"):
-                self.step()
-            wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+                wait = self.step()
 
-    def step(self) -> None:
-        """Warm up after a start and after the backend was away; keep the newest head warm."""
+    def rest(self) -> None:
+        """Wait until what follows an answer that just came has been read ahead."""
+        until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
+        while self.prefill or time.monotonic() < until:
+            if any(one.prefill and one.prefill.closed for one in list(self.talks.values())):
+                return
+            time.sleep(0.01)
+
+    def step(self) -> float | None:
+        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
+        with self.guard:
+            talk = next((talk for talk in self.talks.values() if talk.due), None)
+        if talk is not None and not self.proxy.running and not self.over.is_set():
+            idle = time.monotonic() - self.proxy.last_end
+            wait = max(0.0, self.config.prefill_ahead_seconds - idle)
+            if not wait:
+                self.read_ahead(talk)
+            return wait
+        if not self.enabled:
+            return None
+        self.warm()
+        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+
+    def warm(self) -> None:
+        """Read heads after a start and after the backend was away; keep the newest one warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -5821,7 +6088,9 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(Prefill(head["path"], head["body"]))
+            view = view_of(head["body"], dialect_of(head["path"])[0] or guess_dialect(head["body"]))
+            del view.turns[-1:]  # the placeholder
+            status = self.send(Prefill(head["path"], view))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -5837,16 +6106,23 @@ class Warmup:
         """Have the server read a prompt; returns the status, 0 without an answer."""
         with self.gate:
             if self.proxy.running or self.over.is_set():
+                prefill.closed = True
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
+        metrics, status = self.proxy.metrics, 0
         try:
-            url, body = self.proxy.backend.locate(), dump(prefill.body)
-            seconds = self.config.read_timeout
-            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
+            keys = self.keys if prefill.keys is None else prefill.keys
+            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
+            if status == 200:
+                prefill.usage = usage_of(dump(members(answer)))
+                with metrics.guard:
+                    metrics.idle_tokens += prefill.usage.read() or 0
         except OSError:
-            return 0
+            pass
         finally:
             self.prefill, prefill.closed = None, True
+        return status
 
 
 # ==================================================================================================
@@ -5933,6 +6209,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
     ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_idle_tokens_total", lambda on: on.metrics.idle_tokens, "Tokens read in idle time."),
     ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
@@ -6242,8 +6519,12 @@ class Pages:
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        told = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
-        return defined(facts) + told
+        if told := proxy.warmup.told():
+            facts["read ahead"] = told
+        if metrics.idle_tokens:
+            facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
+        saved = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
+        return defined(facts) + saved
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""
@@ -6415,28 +6696,24 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
+def play(
+    name: str, url: str, args: Words, timeout: float, rest: Callable[[], None] | None = None
+) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. Raises OSError, ValueError or HTTPException."""
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
+    ValueError or HTTPException."""
     rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
     headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
     headers |= bearer(os.environ.get("API_KEY", ""))
-    for turn in range(1, args.turns + 1):
-        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
-        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
-        turns.append({"role": "user", "content": text})
-        messages = [{"role": "system", "content": system}, *turns]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+
+    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
+        """An answer, and the ms until it began."""
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
             connection.request("POST", target, dump({**body, "temperature": 0}), headers)
@@ -6447,8 +6724,31 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        return data, first
+
+    for turn in range(1, args.turns + 1):
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
+        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        front = {"role": "system", "content": system}
+        data, first = ask([front, *turns], 16)
         usage = usage_of(data)
+        if rest is not None:
+            call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
+            calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
+            thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
+            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
+            turns += [{"role": "assistant", **thought}, result]
+            data = ask([front, *turns], 1024)[0]
+            rest()
+        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
+        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
+        turns.append((echo[0].item if echo else None) or answer)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
@@ -6466,6 +6766,9 @@ BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first strai
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
 first should{2}.
 """
+BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
+first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
+"""
 
 
 def compare(args: Words, config: Config, name: str) -> None:
@@ -6474,13 +6777,22 @@ def compare(args: Words, config: Config, name: str) -> None:
     if not args.json:
         total = args.tokens * (args.turns + 1)
         long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        print(BENCH.format(args, name, long if args.command == "bench" else ""))
+        text = BENCH_AHEAD if args.ahead else BENCH
+        print(text.format(args, name, long if args.command == "bench" else ""))
         print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    with Proxy(dataclasses.replace(config, **quiet)) as proxy:
-        through = play("through kvproxy", proxy.url, args, config.read_timeout)
+
+    def through_kvproxy(name: str, ahead: str) -> list[Json]:
+        with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead)) as proxy:
+            rest = proxy.warmup.rest if args.ahead else None
+            return play(name, proxy.url, args, config.read_timeout, rest)
+
+    if args.ahead:
+        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+    else:
+        straight = play("straight", config.backend_url, args, config.read_timeout)
+        through = through_kvproxy("through kvproxy", "0")
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
@@ -6911,6 +7223,7 @@ COMMANDS = {
 }
 OPTIONS = {
     "--json": "demo, bench and inspect print JSON",
+    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
     "--version": "print the version",
@@ -6927,6 +7240,7 @@ class Words:
     tokens: int = 0
     turns: int = 5
     json: bool = False
+    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -6942,8 +7256,8 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word == "--json":
-            args.json = True
+        elif word in ("--json", "--ahead"):
+            setattr(args, word[2:], True)
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
@@ -6984,7 +7298,7 @@ def usage_text() -> str:
     for title, rows in parts.items():
         lines += ["", title + ":"]
         for name, text in rows.items():
-            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+            lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
 
