@@ -133,6 +133,8 @@ class Config:
     warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
     warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
     keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
+    prefill_ahead: str = setting("auto", "have the next prompt read in idle time", "auto", "0", "1")
+    prefill_ahead_seconds: float = setting(0.5, "idle seconds before that", 0.05, 3600)
     connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
     read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
     header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
@@ -2809,7 +2811,7 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
-USAGE_NAMES = ("usage", "timings", "tokens_evaluated")
+USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
@@ -2821,15 +2823,28 @@ def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            tails = list(USAGE_MEMBER.finditer(one))[-2:] if window is (last or first) else []
             with contextlib.suppress(ValueError, RecursionError):
-                try:
+                if "{" in one:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                except ValueError:
-                    decode = json.JSONDecoder().raw_decode
-                    events.append({tail[1]: decode(one, tail.end())[0] for tail in tails})
+                continue
+            if window is (last or first):
+                events.append(numbers_at_end(one))
         windows.append(events)
     return windows
+
+
+def numbers_at_end(text: str) -> Json:
+    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
+    that is its last member; not those of a tool call's input, which may have such names."""
+    found: Json = {}
+    for member in list(USAGE_MEMBER.finditer(text))[-2:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            value, end = json.JSONDecoder().raw_decode(text, member.end())
+            for opening in ('{"":0', '{"":{"":0'):
+                with contextlib.suppress(ValueError):
+                    json.loads(opening + text[end:])
+                    found[member[1]] = value
+    return found
 
 
 def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
@@ -2837,8 +2852,9 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     in their events, where they are known."""
     found: Json = {}
     for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in map(members, (event, event.get("response"), event.get("message"))):
-            read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+        for part in (event, event.get("response"), event.get("message")):
+            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
+                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2908,7 +2924,7 @@ def listed(value: Any) -> list[Any]:
 # --- a prompt as text -----------------------------------------------------------------------------
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = {"thinking", "redacted_thinking", "reasoning", "reasoning_text"}
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 # What of an item, part, call or result the server reads, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -2935,6 +2951,13 @@ def part_text(value: Any) -> str:
     pieces = [plain(value["id"])] if "id" in value and tool_name(value) != "?" else []
     pieces += [plain(value[key]) if key.endswith("id") else part_text(value[key]) for key in keys]
     return "\n".join(filter(None, pieces))
+
+
+def told_of(turn: Turn) -> str:
+    """All that the server reads of a turn; remembered with it."""
+    if turn.told is None:
+        turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
+    return turn.told
 
 
 def tool_name(tool: Any) -> str:
@@ -2972,36 +2995,42 @@ class Prompt:
         self.conversation, self.time = talk, now
         self.side = side_of(view, headers or {}) if side else ""
         self.segments = [("system", turn.text()) for turn in view.system()]
+        shared = {text: text for _, text in sent.segments} if sent is not None else {}
         for tool in listed(view.body.get("tools")):
             text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", text))
+            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
         self.first, number = min(len(self.segments), self.SEGMENTS), 1
         self.reasoning = set[int]()
         turns = view.turns[view.leading() :]
         for turn in turns[: self.SEGMENTS]:
             item = turn.item or {}
-            kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+            content = item.get("content")
+            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
             reasons = turn.role == "reasoning"
-            if reasons or item.get("reasoning_content") or kinds & REASONING_PARTS:
+            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
+            if reasons or more:
                 self.reasoning.add(number)
             if reasons:
                 continue
-            if turn.told is None:
-                turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
-            self.segments.append((f"turn {number} ({role})", turn.told))
+            self.segments.append((f"turn {number} ({role})", told_of(turn)))
             number += 1
         del self.segments[self.SEGMENTS :]
         self.system = "\n".join(text for name, text in self.segments if name == "system")
         self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
         self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
-        self.size = sum(len(text) for _, text in self.segments)  # in characters
+        self.size = sum([len(text) for _, text in self.segments])  # in characters
         # In bytes: PEP 393, with one emoji four for each character of a text.
-        self.memory = sum(370 + sys.getsizeof(text) for _, text in self.segments)
-        self.memory += sent.memory if sent is not None else 0
+        texts = {id(text): text for _, text in self.segments}
+        rows = len(self.segments)
+        if sent is not None:
+            texts |= {id(text): text for _, text in sent.segments}
+            rows += len(sent.segments)
+        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
         self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
+        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = self.side or (later if self.answered(0) else "first prompt")
@@ -3009,6 +3038,10 @@ class Prompt:
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
+
+    def said(self) -> list[str]:
+        """The user texts."""
+        return [text for name, text in self.segments if "(user)" in name]
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
@@ -3143,7 +3176,11 @@ class Verdict:
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
         elif self.kind == "reasoning":
             told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        return "; ".join(filter(None, (told, self.advice, self.cure)))
+        return "; ".join(filter(None, (told, self.remedy())))
+
+    def remedy(self) -> str:
+        """What helps."""
+        return " ".join(filter(None, (self.advice, self.cure)))
 
 
 @dataclasses.dataclass
@@ -3157,13 +3194,18 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
+    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    place: int = 0  # of the segment where they part
+    learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
+    ahead: int | None = None  # tokens of it that were read before it came
     slots: int | None = None  # that the server has, if it was asked
+    first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
 
 class Ledger:
@@ -3175,9 +3217,10 @@ class Ledger:
         self.entries: collections.deque[Prompt] = collections.deque()
         self.count = 0  # of all prompts judged
 
-    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
         """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
+        was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -3193,7 +3236,7 @@ class Ledger:
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.whole = case.base is not None and prompt.goes_on(base)
+        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
@@ -3208,10 +3251,10 @@ class Ledger:
                 same = len(prompt.chain) == len(base.chain)
                 verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
-        locate_change(case, base)
+        locate_change(case, base, shapes)
         place = verdict.where.partition(" ")[0]
         goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and verdict.kind in VOLATILE
+        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
         same_agent = place != "system" or alike(base.system, prompt.system)
         if not prompt.side and same_agent and (goes_on or volatile):
             verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
@@ -3247,7 +3290,16 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
             changed, reached = entry, depth
         elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
             whole, deepest = entry, depth
-    return whole if deepest > reached else changed
+    if whole is None or deepest <= reached:
+        return whole if deepest > reached else changed
+    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
+    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
+        return whole
+    said = prompt.segments[prompt.first + deepest :]
+    while said and "(assistant)" not in said[-1][0]:
+        said.pop()
+    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
+    return newest if in_history else whole
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3264,15 +3316,26 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     return alike(one.system, prompt.system)
 
 
-def locate_change(case: Case, base: Prompt) -> None:
+def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
     depth = common_prefix(prompt.chain, base.chain)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
     answers = "(assistant)" in name and "(assistant)" not in old_name
+    case.place = depth
     if base.system != prompt.system:
         verdict.where, old, new = "system", base.system, prompt.system
+        rows = {shape: shape.row() for shape in shapes}
+        left, pieces = lift_text(old, rows.values())
+        if pieces and left != new:
+            old = left  # something else changed as well
+        elif pieces:
+            found = {label for label, _ in pieces}
+            case.learned = [shape for shape, row in rows.items() if row.label in found]
+            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
+            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
+            old, new = changed[0][1], now.get(changed[0][0], "")
     elif base.tools != prompt.tools:
         order = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
@@ -3310,21 +3373,88 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
-def cure_of(case: Case, config: Config) -> str:
-    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
-    set already."""
-    where, texts = case.verdict.where, case.texts
-    system, order = where == "system", case.verdict.kind == "tool order"
-    if not system and "(user)" not in where and not order:
-        return ""
+def tell_cure(case: Case, config: Config) -> None:
+    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
+    none would, or it is set already."""
+    verdict, texts, pattern = case.verdict, case.texts, ""
+    system, order = verdict.where == "system", verdict.kind == "tool order"
+    if case.learned:
+        verdict.advice = "learned: it is lifted from now on"
+    if not system and "(user)" not in verdict.where and not order:
+        return
     for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
-            return f"{switch.upper()}=1, which is off"
+            verdict.cure = f"{switch.upper()}=1, which is off"
+            return
     name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
-    quote = '"' if "'" in pattern else "'"
-    known = getattr(config, name.lower())
-    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
+    if system:
+        pattern = lift_pattern(case)
+    elif not order and (pattern := block_pattern(*texts)):
+        prompts = [one for one in (case.base, case.prompt) if one is not None]
+        came = (text for one in prompts for text in (one.sent or one).said())
+        if not any(text != without_block(pattern, text) for text in came):
+            pattern = ""  # not the client, but kvproxy wrote it
+        elif not replayable(case, pattern):
+            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if pattern and pattern not in getattr(config, name.lower()):
+        quote = '"' if "'" in pattern else "'"
+        verdict.cure = f"{name}={quote}{pattern}{quote}"
+        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
+        verdict.advice += "; from the first request on with" if case.learned else price
+
+
+def lift_pattern(case: Case) -> str:
+    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
+    old, new = case.texts
+    if case.learned and case.compared is not None:  # as they came
+        both = (one.sent or one for one in (case.compared, case.prompt))
+        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
+    pattern = lines_pattern(old, new)
+    if pattern or len(case.learned) != 1:
+        return pattern
+    pattern = case.learned[0].pattern()
+    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
+    return pattern if found and found_now and old == new else ""
+
+
+def without_block(pattern: str, text: str) -> str:
+    """A text without what the pattern of a block finds; as it is if the block begins so often that
+    looking for its ends could take long."""
+    opening = pattern.partition(".*?")[0]
+    many = sum(1 for _ in re.finditer(opening, text)) > 64
+    return text if many else re.sub(pattern, "", text)
+
+
+def replayable(case: Case, pattern: str) -> bool:
+    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
+    that another one was answered and spoken behind it."""
+    now = case.texts[1]
+    if now != without_block(pattern, now):
+        return False
+
+    def later(prompt: Prompt) -> bool:
+        behind = iter(prompt.segments[case.place :])
+        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+        said = (text for name, text in behind if "(user)" in name)
+        words = (without_block(pattern, text).strip() for text in said)
+        return answered and any(words)
+
+    return later(case.prompt) and not (case.base is not None and later(case.base))
+
+
+def strip_pattern(case: Case, pattern: str) -> str:
+    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
+    message is empty; '' where that is not so."""
+    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
+    if "<system-reminder>" in pattern:  # clients tell many things in this way
+        return ""
+    if not all(without_block(pattern, text).strip() for text in said):
+        return ""
+    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
+        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
+        if len({without_block(more, text) for text in case.texts}) == 1:
+            return more
+    return ""
 
 
 def shape(text: str) -> str:
@@ -3368,7 +3498,7 @@ def block_pattern(old: str, new: str) -> str:
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
         for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
-            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
     return ""
@@ -3384,6 +3514,7 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     if usage.cached is None or not usage.prompt:
         return 0
     exact = base.tokens if base is not None and case.whole else None
+    exact = case.ahead or exact
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
     little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
@@ -3399,13 +3530,28 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+        tell_pace(case)
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
     if verdict.name == "rewritten" and verdict.kind != "reasoning":
         verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
-        verdict.cure = "" if case.moved else cure_of(case, config)
+        if not case.moved:
+            tell_cure(case, config)
+
+
+def tell_pace(case: Case) -> None:
+    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
+    request of its conversation, which the server had to read as a whole."""
+    prompt, base = case.prompt, case.base
+    if not case.first_byte or not prompt.size:
+        return
+    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
+    if base is not None and base.first_pace:
+        prompt.first_pace = base.first_pace
+        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
+        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -3444,6 +3590,9 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
         why = ADVICE["slot taken"] + told
     still = f"{cached:,} of {expected:,} tokens were still there"
     verdict.advice = f"{still}: {why.format(**numbers)}"
+    loop = base.step == "tool step" or base.reasoning
+    if case.prompt.step == "user turn" and loop and cause != "away":
+        verdict.advice += OR_TEMPLATE
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3463,8 +3612,7 @@ ADVICE = {
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
     " without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints), or"
-    " the chat template renders old turns in another way",
+    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
@@ -3490,13 +3638,18 @@ ADVICE = {
 }  # fmt: skip
 
 
+# Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
+OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
+
+
 def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
-    return told if getattr(config, setting, True) else f"{told}; {how}"
+    return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
@@ -3512,7 +3665,7 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
     sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
     fault."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get("x-claude-code-agent-id"):
+    if headers.get(AGENT_ID):
         return "sub-agent"
     told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
@@ -3523,10 +3676,18 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
-    return next((str(match.lastgroup) for match in matches if match), "")
+    for turn in turns:
+        text = turn.text()[:2000].lower()
+        match = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
+        if match:
+            return str(match.lastgroup)
+    return ""
 
 
+SAVED_BY = (
+    "Counted are only tokens that would not have been reused without kvproxy, as far as the prompts"
+    " that came tell, at the speed at which the server reads 512 tokens and more."
+)
 IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
 ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 
@@ -3547,19 +3708,29 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
-    largest, turns."""
-    sizes: collections.Counter[str] = collections.Counter()
-    for name, text in segments:
-        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
-    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
-    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
-    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
-    largest = dict(itertools.islice(tools.items(), 5))
-    turns = tokens_of.get("turn", 0)
-    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
+def weights_of(
+    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None = None
+) -> Json:
+    """Where the tokens of a prompt go: system, tools with the five largest, turns. `count` has the
+    server count a text's tokens; without it they are estimated from the characters."""
+    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
+    largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
+    texts = {
+        "system": [text for name, text in segments if name == "system"],
+        "tools": [text for _, text in tools],
+        "turns": [text for name, text in segments if name.startswith("turn ")],
+    }
+    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
+    size = sum([len(text) for _, text in segments])
+    rate = (tokens or size / 4) / (size or 1)
+    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
+    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
+    numbers = counts if len(counts) == len(parts) else numbers
+    return {
+        **dict(zip(texts, numbers, strict=False)),
+        "estimated": numbers is not counts,
+        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
+    }
 
 
 # ==================================================================================================
@@ -3921,6 +4092,7 @@ class Upstream(http.client.HTTPConnection):
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
     _buffer: list[bytes]
+    _HTTPConnection__response: Any
 
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
@@ -3969,15 +4141,20 @@ class Upstream(http.client.HTTPConnection):
 
 
 class Tap:
-    """The first and the last bytes of an answer, to read the usage from."""
+    """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
 
-    __slots__ = ("first", "last")
+    __slots__ = ("first", "last", "whole")
 
     def __init__(self) -> None:
         self.first, self.last = b"", bytearray()
+        self.whole: bytearray | None = None
 
     def add(self, data: bytes) -> None:
         self.last += data
+        if self.whole is not None:
+            self.whole += data
+            if len(self.whole) > AHEAD_BYTES:
+                self.whole = None
         if len(self.last) > 2 * TAP_BYTES:
             self.first = self.first or bytes(self.last[: TAP_BYTES // 4])
             del self.last[:-TAP_BYTES]
@@ -4356,6 +4533,7 @@ class Relay(BaseHTTPRequestHandler):
             self.relay(response, exchange)
             if not upstream.unfinished and response.release():
                 self.kept = upstream
+                upstream._HTTPConnection__response = None  # the library lets go of it later
         finally:
             self.upstream = None
             if self.kept is not upstream:
@@ -4456,6 +4634,7 @@ class Exchange:
         self.case: Case | None = None  # until the verdict is known
         self.verdict: Verdict | None = None
         self.straight = 0.0  # the part of it that would be reused without kvproxy
+        self.ahead: int | None = None  # tokens of it that were read before it came
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
@@ -4494,6 +4673,7 @@ class Backend:
         self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
+        self.owner = ""  # owned_by in /v1/models, once it was asked for
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
@@ -4581,7 +4761,7 @@ class Backend:
             self.known = {}
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        owner = str(model.get("owned_by") or "")
+        self.owner = owner = str(model.get("owned_by") or "")
         other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
         path, context = str(props.get("model_path") or ""), None
         if other == "LM Studio":
@@ -4751,6 +4931,7 @@ class Server(ThreadingHTTPServer):
 CONTEXT_FULL = re.compile(
     rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
 )
+AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
@@ -4909,15 +5090,16 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        agent, original = "x-claude-code-agent-id", None
-        told = exchange.trace.conversation, {agent: exchange.request.get(agent)}, time.monotonic()
+        talk, original = exchange.trace.conversation, None
+        told = talk, {AGENT_ID: exchange.request.get(AGENT_ID)}, time.monotonic()
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect), side=False)
             prompt = Prompt(view, *told, original)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
-            case.idle = exchange.started - self.last_end
+            shapes = list(self.editor.lifter.learner.shapes)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
+            case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
@@ -4947,6 +5129,7 @@ class Proxy:
             self.last_end = time.monotonic()
             if not self.active:
                 self.still.set()
+                self.warmup.quiet()
 
     def found(self) -> None:
         """Note that the server answers."""
@@ -4994,6 +5177,7 @@ class Proxy:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
             self.warmup.remember(exchange)
+            self.warmup.plan(exchange)
         exchange.tap = exchange.view = None
         exchange.trace = Trace(exchange.trace.conversation)
 
@@ -5007,9 +5191,12 @@ class Proxy:
                 if ask and self.still.wait(IDLE_WAIT):
                     server = self.backend.describe()
                     case.slots = server.get("slots")
+                if exchange.stream and exchange.begun:
+                    case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
+                self.warmup.notice(exchange, case)
             self.capture.write(exchange)
             warning = self.metrics.count(exchange)
             if case is not None:
@@ -5023,6 +5210,16 @@ class Proxy:
         if ask:
             self.asking.release()
 
+    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
+        """Has the server count the tokens of a text, while it is idle."""
+
+        def count(text: str) -> int | None:
+            asked = dump({"content": text}), key_of(exchange.request)
+            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
+        return count if self.still.is_set() else None
+
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Have the server render a prompt and the one that it goes on from; if it renders old turns
         in another way than before, that is why it had to read them again."""
@@ -5030,19 +5227,30 @@ class Proxy:
         with self.metrics.guard:
             number = base.number if base is not None and case.whole else 0
             before = next((one for one in self.metrics.recent if one.number == number), None)
-        if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
+        if exchange.dialect is not DIALECTS["chat/completions"]:
+            only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
+            verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
             return
-        key = exchange.request.get("authorization").removeprefix("Bearer ")
+        if base is None or before is None:
+            return
+        key = key_of(exchange.request)
         for one in (before, exchange):
             answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
+        if all(prompts):
+            verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
                 f"the chat template renders {verdict.where} otherwise than before"
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
+
+
+def key_of(request: Request) -> str:
+    """The API key that a client sent to the server."""
+    return request.get("authorization").removeprefix("Bearer ")
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5166,6 +5374,7 @@ class Metrics:
         self.first_bytes = [0.0, 0]  # seconds until them, and their number
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
+        self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
         self.kept = 0  # bytes of the bodies that are kept
         self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5397,6 +5606,12 @@ class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
                  "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
+TALKS = 8  # conversations whose newest prompt is kept
+WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
+LLAMA = "llamacpp"  # what llama-server gives as owned_by
+HELPFUL = {"template": "the chat template renders old turns otherwise than before",
+           "taken": "a side request takes the slot"}  # fmt: skip
 
 
 def front_members(body: Json) -> Json:
@@ -5407,15 +5622,89 @@ def front_members(body: Json) -> Json:
     return front
 
 
+def front_as_read(view: View) -> Json:
+    """The same in one form for all that the server reads alike."""
+    front = front_members(view.body)
+    front.pop("instructions", None)
+    tools = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
+    return {**front, "system": [turn.text() for turn in view.head], "tools": tools}
+
+
+def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
+    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
+    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
+    of a chat are lists of parts."""
+    events = [event for window in answer_events(answer, b"") for event in window]
+    items: list[Json]
+    if dialect.name == "chat":
+        choices = [members(one) for event in events for one in listed(event.get("choices"))]
+        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
+        ends = {str(one.get("finish_reason") or "") for one in choices} - {""}
+        more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
+        whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
+        said, thought = (
+            "".join(str(one.get(key) or "") for one in deltas)
+            for key in ("content", "reasoning_content")
+        )
+        content = [{"type": "text", "text": said}] if parts else said
+        items = [{"role": "assistant", "content": content}]
+        if reasons and thought:
+            items[0]["reasoning_content"] = thought
+    elif dialect.name == "messages":
+        blocks, ends = dict[str, Json](), set()
+        for event in events:
+            at, delta = str(event.get("index")), members(event.get("delta"))
+            if "content_block" in event:
+                blocks[at] = members(event["content_block"])
+            blocks |= {str(n): members(one) for n, one in enumerate(listed(event.get("content")))}
+            ends.add(str(event.get("stop_reason") or delta.get("stop_reason") or ""))
+            for key in ("text", "thinking", "signature"):
+                if at in blocks and key in delta:  # blocks may overlap
+                    blocks[at][key] = str(blocks[at].get(key) or "") + str(delta[key])
+        kinds = {str(block.get("type")) for block in blocks.values()}
+        whole = ends - {""} == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
+        kept = [block for block in blocks.values() if reasons or block.get("type") == "text"]
+        items = [{"role": "assistant", "content": kept}]
+    else:
+        responses = [members(event.get("response") or event) for event in events]
+        last = next((one for one in reversed(responses) if one.get("output")), {})
+        output = list(map(members, listed(last.get("output"))))
+        kinds = {str(item.get("type")) for item in output}
+        whole = last.get("status") == "completed" and kinds <= {"message", "reasoning"}
+        said_items = (one for one in output if one.get("content"))
+        items = [one for one in said_items if reasons or one.get("type") == "message"]
+    turns = list(map(turn_of, items))
+    speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
+    return turns if whole and speaks else []
+
+
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
+
+
+def talk_of(exchange: Exchange) -> tuple[str, ...]:
+    """Which client's conversation a request belongs to."""
+    told = map(exchange.request.get, CLIENT_HEADERS)
+    return exchange.trace.conversation, exchange.address, *told
+
+
 class Prefill:
     """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. The last turn is a placeholder, and the answer is one token."""
+    it. Behind it stands a placeholder, since many templates render the last turns in another way
+    until a user has spoken; the answer is one token, which nobody reads."""
 
-    def __init__(self, path: str, body: Json) -> None:
-        self.path, self.body = path, body
+    def __init__(self, path: str, view: View, keys: dict[str, str] | None = None) -> None:
+        self.path, self.view, self.keys = path, view, keys
+        body = {**front_members(view.body), "stream": False}
+        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
+        placeholder = turn_of({"role": "user", "content": "."})
+        self.body = View(body, view.dialect, [], [*view.turns, placeholder]).dump()
         self.sock: socket.socket | None = None
         self.closed = False  # given up, or answered
         self.waiting: set[Exchange] = set()  # clients' requests that are held for it
+        self.usage = Usage()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -5431,12 +5720,13 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        if path != self.path:
-            return False
-        turns = self.body[view.dialect.turns][:-1]
-        begun = [turn.item for turn in view.turns[: len(turns)]]
         with suppress(RecursionError):  # nested deeply
-            return begun == turns and front_members(view.body) == front_members(self.body)
+            turns = [
+                [(one.role, told_of(one).rstrip()) for one in of]
+                for of in (self.view.turns, view.turns[: len(self.view.turns)])
+            ]
+            same = path == self.path and turns[0] == turns[1]
+            return same and front_as_read(view) == front_as_read(self.view)
         return False
 
 
@@ -5447,11 +5737,37 @@ def is_shape(row: list[str]) -> bool:
     return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
 
 
-class Warmup:
-    """Remembers the heads of recent conversations, and has the server read them before a request
-    needs them. At most one prefill is under way, and clients' requests go first: hold()."""
+@dataclasses.dataclass
+class Agent:
+    """What was seen of the clients with one User-Agent."""
 
-    FIRST_WAIT = 1.0  # seconds of quiet before a prompt is read
+    name: str
+    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
+    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
+    reasons: bool = False  # they sent reasoning back
+    parts: bool = False  # they sent answers as lists of parts
+
+
+@dataclasses.dataclass
+class Talk:
+    """A conversation's newest prompt, as it was forwarded, and the answer to it."""
+
+    agent: Agent
+    path: str
+    keys: dict[str, str]
+    view: View
+    answer: bytes
+    due: bool = True  # to be read ahead
+    prefill: Prefill | None = None
+    idle_tokens: int = 0
+
+
+class Warmup:
+    """Has the server read prompts before they are needed: after a start the heads of recent
+    conversations, later the newest one to keep it warm, and after each answer what the next prompt
+    begins with. At most one prefill is under way, and clients' requests go first: hold()."""
+
+    FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
     HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
@@ -5463,9 +5779,11 @@ class Warmup:
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
         self.learned: list[list[str]] = []  # as the file has it
-        self.guard = threading.Lock()  # of both, and of the file
+        self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
+        self.agents: dict[str, Agent] = {}
+        self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.over = threading.Event()
+        self.over, self.wake = threading.Event(), threading.Event()
         self.gate = threading.Lock()  # held while a prefill begins
         self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
@@ -5475,15 +5793,25 @@ class Warmup:
     def start(self) -> None:
         """Read the file, and warm up in a thread from now on."""
         self.over.clear()
+        self.thread = None
         if self.enabled:
             self.load()
             self.state = "waiting"
-            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-            self.thread.start()
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the thread, if there is none yet."""
+        with self.guard:
+            if self.thread is None and not self.over.is_set():
+                thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+                with suppress(RuntimeError):  # can't start new thread
+                    thread.start()
+                    self.thread = thread
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
+        self.wake.set()
         with self.gate:
             prefill = self.prefill
         if prefill is not None:
@@ -5557,17 +5885,13 @@ class Warmup:
             return
         if not (view.dialect.edited and view.system()):
             return
-        body = front_members(view.body)
-        systems = [turn.item for turn in view.turns[: view.leading()]]
-        body[view.dialect.turns] = [*systems, {"role": "user", "content": "."}]
-        body["stream"] = False
-        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
-        ident = digest(view.dialect.name, dump(body)).hex()
-        keys = {name: exchange.request.get(name) for name in ("authorization", "x-api-key")}
-        self.keys = {name: key for name, key in keys.items() if key}
+        path = exchange.request.path.split("?")[0]
+        body = Prefill(path, View(view.body, view.dialect, [], view.turns[: view.leading()])).body
+        ident = digest(view.dialect.name, body).hex()
+        self.keys = keys_of(exchange.request)
         with self.guard:
             newest = next(reversed(self.heads), None)
-            self.keep(ident, {"path": exchange.request.path.split("?")[0], "body": body})
+            self.keep(ident, {"path": path, "body": json.loads(body)})
             self.due.pop(ident, None)  # the client itself had it read
             learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
             if (ident != newest or learned != self.learned) and self.path:
@@ -5580,6 +5904,109 @@ class Warmup:
                     self.proxy.log.warning(text, self.path, error)
                     self.path = ""
 
+    # --- reading ahead ----------------------------------------------------------------------------
+
+    def agent(self, request: Request) -> Agent:
+        name = request.get("user-agent")
+        with self.guard:
+            agent = self.agents.get(name) or Agent(visible(name[:60]) or "clients without a name")
+            remember(self.agents, name, agent, 256)
+        return agent
+
+    def reads_ahead(self, agent: Agent) -> bool:
+        """Whether prompts of such clients are read ahead."""
+        mode = self.config.prefill_ahead
+        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
+        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        """Note that reading ahead would have helped; with `auto` that is when it begins."""
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
+        side = kind == "taken" and any(one.side for one in case.between)
+        agent = self.agent(exchange.request)
+        if self.config.prefill_ahead == "auto" and owner and (kind == "template" or side):
+            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            if not agent.helps:
+                agent.helps = HELPFUL[kind]
+                self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
+
+    def told(self) -> str:
+        """For whom it is on, for the page; '' where nothing came up."""
+        agents = list(self.agents.values())
+        told = [one.name for one in agents if self.reads_ahead(one)]
+        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        helps = any(one.helps for one in agents) and not told
+        return "off: the server is no llama.cpp" if helps else ", ".join(told)
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """Called before a client's request is forwarded: its conversation goes on. See whether
+        what was read ahead is what it begins with."""
+        agent, told = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
+        if not self.reads_ahead(agent) or side_of(view, told):
+            return
+        with self.guard:
+            talk = self.talks.pop(talk_of(exchange), None)
+        prefill = talk.prefill if talk is not None else None
+        if prefill is not None and prefill.begins(path, view):
+            agent.wrong, exchange.ahead = 0, prefill.usage.prompt
+        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
+            agent.wrong += 1
+        if agent.wrong > 1:
+            text = "read ahead | given up for %s: other prompts came than were predicted"
+            self.proxy.log.info(text, agent.name)
+        elif view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
+
+    def plan(self, exchange: Exchange) -> None:
+        """Called after an answer: have the server read what the next prompt begins with, or read
+        it again after a side request. The answer is looked into later, in the thread."""
+        view, tap, agent = exchange.view, exchange.tap, self.agent(exchange.request)
+        if view is None or exchange.verdict is None or not self.reads_ahead(agent):
+            return
+        key, last, size = talk_of(exchange), view.turns[-1:], len(exchange.forwarded or b"")
+        fit = all(one.item and one.role != "assistant" for one in last) and size <= AHEAD_BYTES
+        fit = fit and view.body.get("n") in (None, 1) and not goes_on_elsewhere(view)
+        with self.guard:
+            if exchange.verdict.side:
+                mine = [one for name, one in self.talks.items() if name[1:] == key[1:]]
+                for talk in mine[-1:]:
+                    talk.due = True
+            elif fit and tap is not None and tap.whole and not exchange.fault:
+                path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
+                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
+                self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
+        self.begin()
+        self.quiet()
+
+    def quiet(self) -> None:
+        """Called when no request is running any more."""
+        if any(talk.due for talk in list(self.talks.values())):
+            self.wake.set()
+
+    def read_ahead(self, talk: Talk) -> None:
+        """Have the server read what a conversation's next prompt begins with."""
+        talk.due = False
+        if talk.prefill is None:
+            view, agent, before = talk.view, talk.agent, Prompt(talk.view)
+            answers = [turn for turn in view.turns if turn.role == "assistant"]
+            if answers:
+                agent.reasons = bool(before.reasoning)
+                agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
+            echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
+            talk.view, talk.answer = dataclasses.replace(view, turns=[*view.turns, *echo]), b""
+            if not echo:
+                return
+        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
+        started = time.monotonic()
+        status = self.send(prefill)
+        read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
+        talk.idle_tokens += read
+        told = {200: f"{read:,} of {whole:,} tokens read", 0: "interrupted"}
+        seconds, words = time.monotonic() - started, told.get(status, f"status {status}")
+        self.proxy.log.info("read ahead | %s | %.1f s | %s", talk.agent.name, seconds, words)
+
     # --- the work ---------------------------------------------------------------------------------
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
@@ -5590,9 +6017,10 @@ class Warmup:
         request, view = exchange.request, exchange.view
         with self.gate:
             prefill = self.prefill
-        if prefill is None or exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
+        if exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        if view is not None and prefill.begins(request.path.split("?")[0], view):
+        path = request.path.split("?")[0]
+        if prefill is not None and view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
@@ -5600,18 +6028,45 @@ class Warmup:
                     watch(0, self.HOLD_LOOK)
             finally:
                 prefill.waiting.discard(exchange)
-        if not prefill.waiting:
+        if prefill is not None and not prefill.waiting:
             prefill.close()
+        if view is not None:
+            self.follow(exchange, view, path)
 
     def run(self) -> None:
-        wait = self.FIRST_WAIT
-        while not self.over.wait(wait):
+        wait: float | None = self.FIRST_WAIT
+        while not self.over.is_set():
+            self.wake.wait(wait)
+            self.wake.clear()
+            wait = self.AWAY_WAIT
             with self.proxy.faults_logged("warm-up failed"):
-                self.step()
-            wait = min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+                wait = self.step()
 
-    def step(self) -> None:
-        """Warm up after a start and after the backend was away; keep the newest head warm."""
+    def rest(self) -> None:
+        """Wait until what follows an answer that just came has been read ahead."""
+        until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
+        while self.prefill or time.monotonic() < until:
+            if any(one.prefill and one.prefill.closed for one in list(self.talks.values())):
+                return
+            time.sleep(0.01)
+
+    def step(self) -> float | None:
+        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
+        with self.guard:
+            talk = next((talk for talk in self.talks.values() if talk.due), None)
+        if talk is not None and not self.proxy.running and not self.over.is_set():
+            idle = time.monotonic() - self.proxy.last_end
+            wait = max(0.0, self.config.prefill_ahead_seconds - idle)
+            if not wait:
+                self.read_ahead(talk)
+            return wait
+        if not self.enabled:
+            return None
+        self.warm()
+        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
+
+    def warm(self) -> None:
+        """Read heads after a start and after the backend was away; keep the newest one warm."""
         backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
         idle = time.monotonic() - self.proxy.last_end
         if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
@@ -5632,7 +6087,9 @@ class Warmup:
         for number, (key, head) in enumerate(heads, 1):
             started = time.monotonic()
             self.state = name = f"head {number} of {len(heads)}"
-            status = self.send(Prefill(head["path"], head["body"]))
+            view = view_of(head["body"], dialect_of(head["path"])[0] or guess_dialect(head["body"]))
+            del view.turns[-1:]  # the placeholder
+            status = self.send(Prefill(head["path"], view))
             ended = time.monotonic()
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
@@ -5648,16 +6105,23 @@ class Warmup:
         """Have the server read a prompt; returns the status, 0 without an answer."""
         with self.gate:
             if self.proxy.running or self.over.is_set():
+                prefill.closed = True
                 return 0  # a request that comes later than this finds `prefill` in hold()
             self.prefill = prefill
+        metrics, status = self.proxy.metrics, 0
         try:
-            url, body = self.proxy.backend.locate(), dump(prefill.body)
-            seconds = self.config.read_timeout
-            return fetch(url, prefill.path, seconds, self.keys, body, prefill.opened)[0]
+            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
+            keys = self.keys if prefill.keys is None else prefill.keys
+            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
+            if status == 200:
+                prefill.usage = usage_of(dump(members(answer)))
+                with metrics.guard:
+                    metrics.idle_tokens += prefill.usage.read() or 0
         except OSError:
-            return 0
+            pass
         finally:
             self.prefill, prefill.closed = None, True
+        return status
 
 
 # ==================================================================================================
@@ -5744,6 +6208,7 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
     ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
     ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("kvproxy_idle_tokens_total", lambda on: on.metrics.idle_tokens, "Tokens read in idle time."),
     ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
@@ -5849,25 +6314,27 @@ class Pages:
         prompts = list[list[Segment]]()
         with contextlib.suppress(Unreadable, RecursionError):
             for raw in bodies:
-                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                if raw is not None and exchange.dialect is not None and comparable(raw):
                     view = view_of(parse(raw), exchange.dialect)
                     prompts.append(Prompt(view).segments if view is not None else [])
         if len(prompts) == 2:
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            count = self.proxy.token_counter(exchange)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
             row["diff"] = difference(*prompts)
         return row
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded. Takes at most ten times the body's
-        memory, or 64 times DIFF_BYTES."""
+        """A request with its body as received and as forwarded. Takes at most ten times the memory
+        of the two."""
         bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        body = json.dumps(self.compared(exchange, bodies))[:-1].encode()
+        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        body = bytearray(row.encode("utf-8", "backslashreplace"))
+        del row
         for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
-            body += name
-            body += json.dumps(
-                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
-            ).encode()
-        return 200, body + b"}", self.HEADERS, "application/json"
+            text = None if raw is None else raw.decode("utf-8", "replace")
+            body += name + json.dumps(text, ensure_ascii=False).encode()
+        body += b"}"
+        return 200, body, self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -6051,7 +6518,12 @@ class Pages:
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
-        return defined(facts)
+        if told := proxy.warmup.told():
+            facts["read ahead"] = told
+        if metrics.idle_tokens:
+            facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
+        saved = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
+        return defined(facts) + saved
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""
@@ -6141,7 +6613,7 @@ def copied(setting: str) -> str:
 
 def spoken_line(verdict: Verdict) -> str:
     """A verdict's line without the cure, which stands beside it."""
-    return verdict.line().removesuffix(f"; {verdict.cure}")
+    return verdict.line().removesuffix(verdict.cure).rstrip("; ")
 
 
 def client_of(exchange: Exchange) -> str:
@@ -6172,6 +6644,14 @@ STAYS_SHOWN = 160  # characters
 BODY_SHOWN = 100_000  # bytes of a body on a request's page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
+
+
+def comparable(raw: bytes | bytearray) -> bool:
+    """Whether a body is short, and would take only a few times its size when it is parsed."""
+    if len(raw) > DIFF_BYTES:
+        return False
+    values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
+    return values < 10_000 or values <= 8 * len(raw)
 
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
@@ -6215,28 +6695,24 @@ def filler(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
+def play(
+    name: str, url: str, args: Words, timeout: float, rest: Callable[[], None] | None = None
+) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. Raises OSError, ValueError or HTTPException."""
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
+    ValueError or HTTPException."""
     rows, turns = list[Json](), list[Json]()
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
     headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
     headers |= bearer(os.environ.get("API_KEY", ""))
-    for turn in range(1, args.turns + 1):
-        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
-        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
-        turns.append({"role": "user", "content": text})
-        messages = [{"role": "system", "content": system}, *turns]
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": 16}
+
+    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
+        """An answer, and the ms until it began."""
+        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
         with contextlib.closing(http_connection(server, timeout)) as connection:
             started = time.monotonic()
             connection.request("POST", target, dump({**body, "temperature": 0}), headers)
@@ -6247,8 +6723,31 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[Json]:
         if response.status != 200:
             told = " ".join(data[:200].decode("utf-8", "replace").split())
             raise ValueError(f"the server answered {response.status}: {told}")
-        turns.append({"role": "assistant", "content": heard_answer(data, b"").opening or "ok"})
+        return data, first
+
+    for turn in range(1, args.turns + 1):
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
+        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
+        front = {"role": "system", "content": system}
+        data, first = ask([front, *turns], 16)
         usage = usage_of(data)
+        if rest is not None:
+            call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
+            calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
+            thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
+            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
+            turns += [{"role": "assistant", **thought}, result]
+            data = ask([front, *turns], 1024)[0]
+            rest()
+        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
+        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
+        turns.append((echo[0].item if echo else None) or answer)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
         rows.append({**row, "ms": ms})
@@ -6266,6 +6765,9 @@ BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first strai
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
 first should{2}.
 """
+BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
+first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
+"""
 
 
 def compare(args: Words, config: Config, name: str) -> None:
@@ -6274,13 +6776,22 @@ def compare(args: Words, config: Config, name: str) -> None:
     if not args.json:
         total = args.tokens * (args.turns + 1)
         long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        print(BENCH.format(args, name, long if args.command == "bench" else ""))
+        text = BENCH_AHEAD if args.ahead else BENCH
+        print(text.format(args, name, long if args.command == "bench" else ""))
         print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    with Proxy(dataclasses.replace(config, **quiet)) as proxy:
-        through = play("through kvproxy", proxy.url, args, config.read_timeout)
+
+    def through_kvproxy(name: str, ahead: str) -> list[Json]:
+        with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead)) as proxy:
+            rest = proxy.warmup.rest if args.ahead else None
+            return play(name, proxy.url, args, config.read_timeout, rest)
+
+    if args.ahead:
+        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+    else:
+        straight = play("straight", config.backend_url, args, config.read_timeout)
+        through = through_kvproxy("through kvproxy", "0")
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
     ratio = before / after if after else None
     if args.json:
@@ -6461,9 +6972,12 @@ def command_inspect(args: Words, config: Config) -> int:
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
         cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        text = found.pop("cure") or advice(cause, config)
-        cured = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-        found["advice"] = f"{cured}{text[0].upper()}{text[1:]}."
+        cure = found.pop("cure")
+        text = cure or advice(cause, config)
+        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
+        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
+        found["advice"] = also.join(filter(None, (cured, text)))
         if found["cured"] == found["requests"]:
             found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
@@ -6550,14 +7064,17 @@ class LogReader:
             settle(case, usage, self.config)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.as_sent(view, headers).name == "extended" and changed
-        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
+        if changed:
+            verdict.advice = verdict.cure = ""
+        if changed and not cured:
+            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
+            found["cure"] = verdict.remedy()
         return [found]
 
     def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
@@ -6706,6 +7223,7 @@ COMMANDS = {
 }
 OPTIONS = {
     "--json": "demo, bench and inspect print JSON",
+    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
     "--version": "print the version",
@@ -6722,6 +7240,7 @@ class Words:
     tokens: int = 0
     turns: int = 5
     json: bool = False
+    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -6737,8 +7256,8 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word == "--json":
-            args.json = True
+        elif word in ("--json", "--ahead"):
+            setattr(args, word[2:], True)
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
@@ -6779,7 +7298,7 @@ def usage_text() -> str:
     for title, rows in parts.items():
         lines += ["", title + ":"]
         for name, text in rows.items():
-            lines.append(textwrap.fill(f"  {name:18} {text}", width, subsequent_indent=" " * 21))
+            lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
 

@@ -1114,11 +1114,11 @@ server = xllamacpp.Server(params)
 sys.stdin.read()
 """
 # The model's file has no template of its own; this one prints tools behind the system prompt and,
-# asked for thoughts, an empty one in front of the answers behind the last user turn, as Qwen3.5's.
+# asked for thoughts, one in front of the answers behind the last user turn, as Qwen3's does.
 TEMPLATE = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% if thoughts and m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}</think>\n{% endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
     "{% endif %}<|im_end|>\n{% if loop.first and tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -2666,7 +2666,8 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
     counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=False"
-    assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
+    number, _, told = line.partition(" ")
+    assert number[0] == "#" and told.startswith(f"POST {path.split('?')[0]} | {counts}")
 
 
 @pytest.mark.parametrize(
@@ -6495,6 +6496,10 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ).encode()
     usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
     assert (usage.prompt, usage.cached) == (100, None)
+    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
+    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
+        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
+        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
@@ -6600,6 +6605,12 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
     "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
     "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
+    "block: beginnings": (
+        functools.partial(kvproxy.without_block, "(?s)<notes>.*?</notes>"),
+        ex_repeated("", "<notes>\n", "</note>"),
+    ),
+    "usage: no end": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
+    "usage: closings": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
     "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
     "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
     "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
@@ -7253,7 +7264,72 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
         ],
         "rewritten turn 1 (user) text",
-        r"REPLAY_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
+        r"STRIP_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
+    ),
+    "notes that move to the end in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+                {"role": "user", "content": EX_NOTES.format("blue").strip()},
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "",
+    ),
+    "notes that are renewed in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_NOTES.format("blue") + EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "STRIP_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "notes that go when they are old": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_NOTES.format("red") + EX_THEN, "Nine.", "Thanks."),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+    ),
+    "a reminder that goes when it is old": (
+        [
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                "<system-reminder>\nx\n</system-reminder>\n" + EX_THEN,
+                "Nine.",
+                "Thanks.",
+            ),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        "",
+    ),
+    "a first message that goes and comes": (
+        [
+            ex_chat(EX_NOTES + EX_ASK),
+            ex_chat(EX_ASK, ex_thought("", tool_calls=EX_CALLS[:1]), EX_PAIR[0]),
+            (
+                ex_chat(
+                    EX_NOTES + EX_ASK,
+                    ex_thought("", tool_calls=EX_CALLS[:1]),
+                    EX_PAIR[0],
+                    ex_thought("So."),
+                    {"role": "user", "content": "x"},
+                ),
+                0.5,
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
     "a frame around the text": (
         [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
@@ -7563,6 +7639,82 @@ def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> Non
     assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
 
 
+def test_explain_cure_tells_its_price() -> None:
+    line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
+    assert line.endswith(
+        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    )
+
+
+EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
+    # a part of the system prompt, what is told of its value, and the LIFT_REGEX
+    "a line": (
+        "The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^The hour is .*$",
+    ),
+    "a sentence": (
+        "Be kind. The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^Be kind\\. The hour is .*$",
+    ),
+    "a listing": (
+        "Files here:\n M src/{word}.py\nNo more files.",
+        (" M src/one.py", " M src/two.py"),
+        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["goes on", "new conversation"])
+@pytest.mark.parametrize("name", EX_LEARNED)
+def test_explain_what_was_learned(name: str, fresh: bool, rig: MakeRig) -> None:
+    """The one request that misses says what varied there, that it is lifted from now on, and which
+    setting spares it; with that, nothing misses."""
+    line, values, pattern = EX_LEARNED[name]
+    bodies = []
+    for number, word in enumerate(("one", "two", "three")):
+        system = f"{EX_RULES}\n{line.format(number=number, word=word)}\n{EX_LONG}"
+        turns = [f"Question {word}."] if fresh else [EX_ASK, "ok", EX_THEN, "ok", "Thanks."]
+        bodies.append(ex_chat(*turns[: 2 * number + 1], system=system))
+    found = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)
+    verdict = found[1].verdict
+    assert (verdict.where, verdict.before, verdict.after) == ("system", *values)
+    told = "; learned: it is lifted from now on; from the first request on with LIFT_REGEX="
+    assert verdict.line().endswith(f"{told}'{pattern}'")
+    later = "new branch" if fresh else "extended"
+    assert [one.verdict.name for one in found] == ["cold", "rewritten", later]
+    found = ex_exchange(rig(ex_llama(ex_template), lift_regex=(pattern,)), EX_CHAT_PATH, bodies)
+    assert [one.verdict.name for one in found] == ["cold", later, later]
+
+
+def test_explain_more_changed_than_was_learned(rig: MakeRig) -> None:
+    """What else changed is named."""
+    systems = (
+        f"{EX_RULES}\nThe hour is 2026-11-29 09:1{n}.\n{EX_LONG}\nMode: {mode}"
+        for n, mode in enumerate(("plan", "act"))
+    )
+    bodies = [
+        ex_chat(*more, system=system)
+        for system, more in zip(systems, ([EX_ASK], [EX_ASK, EX_SAID, EX_THEN]), strict=True)
+    ]
+    verdict = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)[1].verdict
+    assert (verdict.before, verdict.after) == ("Mode: plan", "Mode: act")
+    assert verdict.line().endswith("LIFT_REGEX='^Mode: .*$'")
+
+
+def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
+    """Of a stream: the time to its first byte, beside that of the conversation's first request."""
+    found = ex_exchange(rig(ex_scripted(None)), EX_CHAT_PATH, ex_talk(3))
+    assert [one.verdict.name for one in found] == ["cold", "not reported", "not reported"]
+    pattern = r"\d+ ms to the first byte for each 1,000 characters, after \d+ in this conversation's first request"
+    lines = [one.verdict.line() for one in found]
+    assert not lines[0] and all(re.fullmatch(pattern, line) for line in lines[1:])
+    size = ex_prompt(json.loads(found[0].forwarded)).size
+    first = 1_000_000 * (found[0].begun - found[0].sent) / size
+    assert {int(line.split("after ")[1].split()[0]) for line in lines[1:]} == {round(first)}
+
+
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
     """The rest of the prompt goes on, and kvproxy took nothing out."""
     line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
@@ -7728,7 +7880,10 @@ def test_explain_ledger_counts_what_texts_take() -> None:
     view = kvproxy.view_of(ex_chat("hi"), kvproxy.DIALECTS["chat/completions"])
     assert view is not None
     sent = kvproxy.Prompt(view)
-    assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
+    longer = kvproxy.view_of(ex_chat("hi " * 999), kvproxy.DIALECTS["chat/completions"])
+    rows = 370 * len(sent.segments)  # equal texts are held once
+    assert kvproxy.Prompt(view, sent=sent).memory == sent.memory + rows
+    assert kvproxy.Prompt(longer, sent=sent).memory >= sent.memory + rows + 3 * 999
 
 
 def ex_done(
@@ -8095,7 +8250,8 @@ def ex_llama(render: Callable[[Json], str], slots: int = 4) -> Script:
         cached = len(os.path.commonprefix([held, words]))
         held[:] = words
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": 1.0}
-        return link.reply({"choices": [{"message": {"content": "ok"}}], "timings": timings})
+        choice = {"message": {"content": "ok"}, "finish_reason": "stop"}
+        return link.reply({"choices": [choice], "timings": timings})
 
     return script
 
@@ -8160,6 +8316,38 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     assert (verdict.name, verdict.kind) == ("lost", "taken")
     assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_template_of_other_bodies_than_chats(rig: MakeRig) -> None:
+    """The server renders chats only; so the template stays a possible cause."""
+    one = rig(ex_scripted((0, 1000, 1.0), (0, 1100, 1.0)))
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a line"}
+    turns: list[Any] = [
+        {"role": "user", "content": EX_HI},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    bodies = [{"system": EX_LONG, "messages": turns[:count], "stream": True} for count in (3, 5)]
+    found = ex_exchange(one, "/v1/messages", bodies)
+    assert found[1].verdict.name == "lost"
+    assert found[1].verdict.advice.endswith(
+        "; or else the chat template renders old turns in another way now"
+        " (/apply-template tells that of chat completions only)"
+    )
+    assert {seen.target for seen in one.server.seen} <= {"/v1/messages", "/props", "/v1/models"}
+
+
+def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> None:
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    bodies = [ex_loop(1), other, ex_loop(1, *done)]
+    for thinking, words in ((False, "another conversation"), (True, "--chat-template-file")):
+        one = rig(ex_llama(functools.partial(ex_template, thinking=thinking)))
+        line = ex_exchange(one, EX_CHAT_PATH, bodies)[2].verdict.line()
+        assert words in line and "or else" not in line
 
 
 def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
@@ -12525,6 +12713,630 @@ def test_warmup_ends_with_the_proxy(rig: MakeRig, eager: None, tmp_path: Path) -
     assert one.proxy.warmup.thread and not one.proxy.warmup.thread.is_alive()
 
 
+# --- reading ahead --------------------------------------------------------------------------------
+
+
+class AheadTalk:
+    """A client in a conversation, through a proxy that reads ahead when the test says so. `answer`
+    is what the server says next: a text, or the JSON of a whole answer, or the events of one."""
+
+    def __init__(self, make: Callable[..., Rig], dialect: str = "chat", **settings: Any) -> None:
+        self.dialect, self.path, self.answer = dialect, PATHS[dialect], "The file is fine."
+        self.reply: Script | None = None  # instead, for requests of clients
+        self.cached, self.prompt = 0, 2000
+        self.reading, self.go_on, self.left = (threading.Event() for _ in range(3))
+        self.go_on.set()
+        self.refuses = 200
+        self.rig = make(self.script, **{"prefill_ahead": "1", "log_level": "info", **settings})
+        self.body = opening(dialect, "Look at the file.")
+        self.stepping: list[threading.Thread] = []
+
+    def script(self, link: Link, seen: Seen) -> None:
+        if seen.method == "POST" and is_warm(seen):
+            self.reading.set()
+            while not self.go_on.is_set():
+                if select.select([link.sock], [], [], 0.01)[0]:
+                    assert link.ended()
+                    self.left.set()
+                    raise EOFError
+            if self.refuses != 200:
+                return link.reply({"error": {"message": "Loading model"}}, self.refuses)
+        elif self.reply is not None and seen.method == "POST":
+            return self.reply(link, seen)
+        usage_answer(link, seen, self.answer, self.cached, self.prompt)
+
+    def turns(self) -> list[Any]:
+        found: list[Any] = self.body["messages" if "messages" in self.body else "input"]
+        return found
+
+    def echo(self, text: str) -> dict[str, Any]:
+        """An answer as the client repeats it."""
+        kind = "output_text" if self.dialect == "responses" else "text"
+        parts = [{"type": kind, "text": text}]
+        return {"role": "assistant", "content": text if self.dialect == "chat" else parts}
+
+    def ask(self, *turns: Any, headers: str = "", **more: Any) -> Any:
+        """Send the conversation with these turns behind it; returns what reached the server."""
+        self.turns().extend(turns)
+        count = self.rig.proxy.metrics.number
+        before = len(self.rig.server.seen)
+        answer = self.rig.post(self.path, {**self.body, **more}, headers)
+        assert answer.status == 200, answer.body
+        self.rig.finished(count + 1)
+        posts = [one for one in self.rig.server.seen[before:] if one.method == "POST"]
+        return next(one.json() for one in posts if not is_warm(one))
+
+    def say(self, text: str, **more: Any) -> Any:
+        """Repeat the answer, and speak."""
+        return self.ask(self.echo(str(self.answer)), {"role": "user", "content": text}, **more)
+
+    def read(self) -> list[Seen]:
+        """Be idle; all that was read ahead so far."""
+        self.rig.proxy.last_end -= 100
+        self.rig.proxy.warmup.step()
+        return warm_posts(self.rig.server)
+
+    def begin_reading(self) -> None:
+        """Have the server begin to read ahead, until go_on is set."""
+        self.go_on.clear()
+        self.reading.clear()
+        thread = threading.Thread(target=self.read, daemon=True)
+        thread.start()
+        self.stepping.append(thread)
+        assert self.reading.wait(PATIENCE)
+
+    def send(self, *turns: Any, **more: Any) -> Peer:
+        """Send a request whose answer may take long."""
+        self.turns().extend(turns)
+        data = json.dumps({**self.body, **more}).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        return self.rig.raw(head.encode() + data)
+
+    def wait_for_held(self, count: int = 1) -> None:
+        def held() -> int:
+            reading = self.rig.proxy.warmup.prefill
+            return len(reading.waiting) if reading else 0
+
+        wait_for(lambda: held() == count, f"{count} held requests")
+
+    def logged(self) -> list[str]:
+        return [line for line in self.rig.log.lines if line.startswith("read ahead")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dialect", PATHS)
+def test_ahead_sends_what_the_next_prompt_begins_with(
+    rig: Callable[..., Rig], by_hand: None, dialect: str, stream: bool
+) -> None:
+    """The forwarded turns, the answer, a placeholder: with the client's key, and no more of its
+    request than what the prompt is made of."""
+    talk = AheadTalk(rig, dialect)
+    more = {"n": 1, "stop": ["x"], "metadata": {"a": "b"}, "store": False, "id_slot": 3}
+    more |= {"response_format": {"type": "text"}, "logprobs": False, "stream": stream}
+    more |= {"chat_template_kwargs": {"enable_thinking": True}, "grammar": "root ::= [a-z]+"}
+    key = "Authorization: Bearer sesame\r\nX-Conversation-Id: c1\r\nUser-Agent: agent/1\r\n"
+    first = talk.ask(headers=key, **more)
+    (warm,) = talk.read()
+    assert talk.read() == [warm]  # once
+    sent, name = warm.json(), "input" if dialect == "responses" else "messages"
+    assert sent.pop("max_output_tokens" if dialect == "responses" else "max_tokens") == 1
+    assert sent.pop("stream") is False and warm.target == PATHS[dialect]
+    assert warm.get("Authorization") == "Bearer sesame" and warm.get("X-Conversation-Id") is None
+    talked = talk.rig.server.seen[0].get("X-KVProxy-Conversation")
+    assert talked and warm.get("X-KVProxy-Conversation") == talked  # balancers go by it
+    turns = sent.pop(name)
+    assert turns[: len(first[name])] == first[name] and len(turns) == len(first[name]) + 2
+    assert turns[-1] == {"role": "user", "content": "."}
+    kept = ("model", "tools", "system", "instructions", "chat_template_kwargs")
+    assert sent == {key: first[key] for key in kept if key in first}
+    again = talk.say("And the other?", headers=key, **more)
+    assert len(again[name]) == len(turns)
+    ours, theirs = (
+        [kvproxy.part_text(turn) for turn in listed] for listed in (turns[:-1], again[name])
+    )
+    assert theirs[: len(ours)] == ours
+
+
+def ahead_events(*deltas: Any, finish: Any = "stop", **more: Any) -> bytes:
+    """A streamed answer of a chat."""
+    choices = [{"index": 0, "delta": delta, "finish_reason": None, **more} for delta in deltas]
+    choices += [{"index": 0, "delta": {}, "finish_reason": finish}] if finish else []
+    events = [json.dumps({"choices": [choice]}) for choice in choices]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
+
+
+def ahead_blocks(*blocks: Any, stop: str = "end_turn") -> bytes:
+    """A streamed answer of /v1/messages: (start of a block, deltas)."""
+    events: list[Any] = [{"type": "message_start", "message": {"content": [], "stop_reason": None}}]
+    for index, (start, *deltas) in enumerate(blocks):
+        events.append({"type": "content_block_start", "index": index, "content_block": start})
+        events += [{"type": "content_block_delta", "index": index, "delta": one} for one in deltas]
+    late = [one for one in events if "signature" in one.get("delta", {})]  # as llama-server does
+    events = [one for one in events if one not in late] + late
+    events.append({"type": "message_delta", "delta": {"stop_reason": stop}, "usage": {}})
+    text = (f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in events)
+    return "".join(text).encode()
+
+
+def ahead_output(*items: Any, status: str = "completed") -> bytes:
+    """A streamed answer of /v1/responses."""
+    last = {"response": {"status": status, "output": list(items)}, "type": "response.completed"}
+    first = {"type": "response.created", "response": {"status": "in_progress", "output": []}}
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in (first, last)).encode()
+
+
+AHEAD_TEXT = {"type": "text", "text": ""}
+AHEAD_THOUGHT = {"type": "thinking", "thinking": ""}
+AHEAD_MESSAGE = {"type": "message", "role": "assistant", "id": "m1",
+                 "content": [{"type": "output_text", "text": "Yes."}]}  # fmt: skip
+AHEAD_REASONS = {"type": "reasoning", "id": "r1", "summary": [],
+                 "content": [{"type": "reasoning_text", "text": "Hm."}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dialect", "answer", "without", "reasoned"),
+    [
+        ("chat", ahead_events({"content": "Y"}, {"content": "es."}),
+         [{"role": "assistant", "content": "Yes."}], None),
+        ("chat", ahead_events({"reasoning_content": "Hm."}, {"content": "Yes."}),
+         [{"role": "assistant", "content": "Yes."}],
+         [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]),
+        ("chat", b'{"choices":[{"index":0,"finish_reason":"stop","message":{"content":"Yes."}}]}',
+         [{"role": "assistant", "content": "Yes."}], None),
+        ("messages", ahead_blocks([dict(AHEAD_THOUGHT), {"type": "thinking_delta", "thinking": "H"},
+                                   {"type": "thinking_delta", "thinking": "m."},
+                                   {"type": "signature_delta", "signature": "s"}],
+                                  [dict(AHEAD_TEXT), {"type": "text_delta", "text": "Yes."}]),
+         [{"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}],
+         [{"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                                            {"type": "text", "text": "Yes."}]}]),
+        ("messages", b'{"type":"message","stop_reason":"end_turn","content":[{"type":"text","text":"Yes."}]}',
+         [{"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}], None),
+        ("responses", ahead_output(AHEAD_REASONS, AHEAD_MESSAGE), [AHEAD_MESSAGE], [AHEAD_REASONS, AHEAD_MESSAGE]),
+        ("responses", ahead_output({**AHEAD_REASONS, "content": None}, AHEAD_MESSAGE), [AHEAD_MESSAGE], None),
+        ("responses", json.dumps({"status": "completed", "output": [AHEAD_MESSAGE]}).encode(), [AHEAD_MESSAGE], None),
+        # nothing can be told
+        ("chat", ahead_events({"content": "Yes."}, finish="length"), [], None),
+        ("chat", ahead_events({"content": "Yes."}, finish=None), [], None),
+        ("chat", ahead_events({"content": "Yes."}, {"tool_calls": [{"index": 0, "id": "c"}]}), [], None),
+        ("chat", ahead_events({"content": "Yes."}, finish="tool_calls"), [], None),
+        ("chat", ahead_events({"content": " \n"}), [], None),
+        ("chat", ahead_events({"reasoning_content": "Hm."}), [], None),
+        ("chat", ahead_events({"content": "Yes."}, index=1), [], None),
+        ("chat", b'{"choices":[{"finish_reason":"stop","message":{"content":[{"type":"text","text":"Yes."}]}}]}', [], None),
+        ("messages", ahead_blocks([dict(AHEAD_TEXT), {"type": "text_delta", "text": "Y"}], stop="max_tokens"), [], None),
+        ("messages", ahead_blocks([{"type": "text", "text": "Y"}], [{"type": "tool_use", "id": "t"}], stop="tool_use"), [], None),
+        ("messages", ahead_blocks([{"type": "text", "text": "Y"}], [{"type": "tool_use", "id": "t"}]), [], None),
+        ("messages", ahead_blocks(), [], None),
+        ("responses", ahead_output(AHEAD_MESSAGE, status="incomplete"), [], None),
+        ("responses", ahead_output(AHEAD_MESSAGE, {"type": "function_call", "call_id": "c"}), [], None),
+        ("responses", ahead_output({**AHEAD_MESSAGE, "content": []}), [], None),
+        *[(dialect, junk, [], None) for dialect in PATHS
+          for junk in (b"", b"null", b"[]", b"data: {", b'{"choices": 5, "content": 5, "output": 5}', b"\xff", b'data: {"choices":[5,{"delta":5}]}', b'{"choices":[{"finish_reason":{"a":1},"index":[1]}]}', b'{"stop_reason":[1],"content":[{"type":[1]}]}', b'{"status":[1],"output":[{"type":{},"content":[1]},5]}')],
+    ],
+)  # fmt: skip
+def test_ahead_answer_as_the_client_repeats_it(
+    dialect: str, answer: bytes, without: list[Any], reasoned: list[Any] | None
+) -> None:
+    kind = kvproxy.dialect_of(PATHS[dialect])[0]
+    assert kind
+    for reasons, wanted in ((False, without), (True, without if reasoned is None else reasoned)):
+        found = kvproxy.echo_of(answer, kind, reasons, False)
+        assert [turn.item for turn in found] == wanted
+
+
+def test_ahead_reasoning_and_parts_as_the_client_had_them(
+    rig: Callable[..., Rig], by_hand: None
+) -> None:
+    """In the first turn of a conversation: as this User-Agent had them last."""
+    talk = AheadTalk(rig)
+    events = ahead_events({"reasoning_content": "Hm."}, {"content": "Yes."})
+    talk.reply = lambda link, seen: link.reply(events, kind="text/event-stream")
+    parts = [{"type": "text", "text": "Yes."}]
+    thought = {"role": "assistant", "content": parts, "reasoning_content": "Hm."}
+    agent = "User-Agent: agent/1\r\n"
+    talk.ask(headers=agent)
+    assert talk.read()[-1].json()["messages"][-2] == {"role": "assistant", "content": "Yes."}
+    talk.ask(thought, {"role": "user", "content": "Well?"}, headers=agent)
+    assert talk.read()[-1].json()["messages"][-2] == thought
+    for headers, wanted in (
+        (agent, thought),
+        ("User-Agent: other\r\n", {"role": "assistant", "content": "Yes."}),
+    ):
+        talk.body = opening("chat", f"Another talk of {headers}.")
+        talk.ask(headers=headers)
+        assert talk.read()[-1].json()["messages"][-2] == wanted
+
+
+def ahead_never(kind: str, talk: AheadTalk) -> None:
+    """A request after which nothing must be read ahead."""
+    text = ahead_events({"content": "Yes."})
+    more: dict[str, Any] = {}
+    if kind == "tool calls":
+        text = ahead_events(
+            {"content": "Look:"}, {"tool_calls": [{"index": 0, "id": "c1"}]}, finish="tool_calls"
+        )
+    elif kind == "length":
+        text = ahead_events({"content": "Yes."}, finish="length")
+    elif kind == "two choices":
+        more["n"] = 2
+    elif kind == "prefilled answer":
+        talk.turns().append({"role": "assistant", "content": "It"})
+    elif kind == "title":
+        talk.body = {"messages": [{"role": "user", "content": "Generate a short title for this."}]}
+    elif kind == "stored response":
+        talk.path, talk.body = PATHS["responses"], opening("responses", "hi")
+        text, more["previous_response_id"] = ahead_output(AHEAD_MESSAGE), "resp_0"
+    elif kind == "bare input":
+        talk.path, talk.body = PATHS["responses"], {"input": "hi"}
+        text = ahead_output(AHEAD_MESSAGE)
+    elif kind == "completions":
+        talk.path, talk.body = "/v1/completions", {"prompt": "hi"}
+    elif kind == "counting":
+        talk.path += "/input_tokens"
+    talk.body |= more
+
+    def reply(link: Link, seen: Seen) -> None:
+        if kind in ("cut", "cut in a chunk"):
+            link.stream()
+            link.chunk(text)
+            raise EOFError
+        headers = "Content-Encoding: gzip\r\n" if kind == "compressed answer" else ""
+        status = 500 if kind == "error" else 200
+        link.reply(text, status, headers, "text/event-stream")
+
+    talk.reply = reply
+    headers = "Content-Encoding: br\r\n" if kind == "compressed request" else ""
+    with contextlib.suppress(EOFError, ConnectionError):
+        talk.rig.post(talk.path, talk.body, headers)
+    talk.rig.finished(1)
+
+
+AHEAD_NEVER = ["tool calls", "length", "two choices", "prefilled answer", "title", "stored response", "bare input", "completions",
+               "counting", "cut", "compressed answer", "compressed request", "error"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["an answer", *AHEAD_NEVER])
+def test_ahead_only_after_a_whole_answer(rig: Callable[..., Rig], by_hand: None, kind: str) -> None:
+    talk = AheadTalk(rig)
+    ahead_never(kind, talk)
+    assert len(talk.read()) == (kind == "an answer")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefill_ahead": "0"}, {"prefill_ahead": "auto"}, {"scrub": False}]
+)
+def test_ahead_is_off(rig: Callable[..., Rig], by_hand: None, settings: dict[str, Any]) -> None:
+    """`auto`, as long as nobody has seen what it would help."""
+    talk = AheadTalk(rig, **settings)
+    talk.ask()
+    assert talk.read() == [] and not talk.rig.proxy.warmup.talks
+    assert talk.rig.proxy.warmup.thread is None and talk.logged() == []
+    assert "ahead" not in talk.rig.get("/kvproxy").body.decode().split("Settings")[0]
+
+
+def test_ahead_waits_until_nothing_runs_and_all_is_quiet(rig: Callable[..., Rig]) -> None:
+    """In its own thread: after the last request, and not before PREFILL_AHEAD_SECONDS."""
+    talk = AheadTalk(rig, prefill_ahead_seconds=0.2)
+    release = threading.Event()
+
+    def reply(link: Link, seen: Seen) -> None:
+        assert seen.target != "/slow" or release.wait(PATIENCE)
+        usage_answer(link, seen, talk.answer)
+
+    talk.reply = reply
+    slow = talk.rig.raw(b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+    talk.rig.server.requests(1)
+    talk.ask()
+    assert not talk.reading.wait(0.5)
+    ended = time.monotonic()
+    release.set()
+    assert slow.response().status == 200
+    assert talk.reading.wait(PATIENCE) and time.monotonic() - ended > 0.15
+    wait_for(talk.logged, "the log")
+
+
+def test_ahead_is_told_apart_from_requests(rig: Callable[..., Rig], by_hand: None) -> None:
+    """Nothing of it is shown or counted but its tokens, in log, page and metrics."""
+    talk = AheadTalk(rig)
+    talk.ask(headers="User-Agent: agent/1\r\n")
+    proxy = talk.rig.proxy
+    counts, saved, ledger = dict(proxy.metrics.counts), proxy.metrics.saved, proxy.ledger.count
+    talk.cached = 600
+    talk.read()
+    assert proxy.metrics.counts == counts and proxy.metrics.saved == saved
+    assert (
+        proxy.metrics.number == 1
+        and proxy.ledger.count == ledger
+        and len(proxy.metrics.window) == 1
+    )
+    (line,) = talk.logged()
+    assert re.fullmatch(r"read ahead \| agent/1 \| [\d.]+ s \| 1,400 of 2,000 tokens read", line)
+    page = talk.rig.get("/kvproxy").body.decode()
+    assert "<dt>read ahead</dt><dd>agent/1</dd>" in page and "<dd>1,400</dd>" in page
+    assert "\nkvproxy_idle_tokens_total 1400\n" in talk.rig.get("/kvproxy/metrics").body.decode()
+
+
+def test_ahead_again_after_a_side_request(rig: Callable[..., Rig], by_hand: None) -> None:
+    """It took the slot. In the middle of a tool loop there is nothing to read again."""
+    talk = AheadTalk(rig)
+    talk.ask()
+    (first,) = talk.read()
+    title = {"messages": [{"role": "user", "content": "Generate a short title for this."}]}
+    other = "X-Forwarded-For: 10.0.0.9\r\n"  # somebody else's
+    for headers, count in ((other, 1), ("", 2)):
+        assert talk.rig.post(talk.path, title, headers).status == 200
+        talk.rig.finished(talk.rig.proxy.metrics.number)
+        found = talk.read()
+        assert len(found) == count and found[-1].json() == first.json()
+    calls = ahead_events({"tool_calls": [{"index": 0, "id": "c1"}]}, finish="tool_calls")
+    talk.reply = lambda link, seen: link.reply(calls, kind="text/event-stream")
+    talk.say("Well?")
+    talk.reply = None
+    assert talk.rig.post(talk.path, title).status == 200
+    assert len(talk.read()) == 2
+
+
+def test_ahead_question_beside_the_conversation_changes_nothing(
+    rig: Callable[..., Rig], by_hand: None
+) -> None:
+    """A suggestion request has the whole history, and is no prediction that came wrong."""
+    talk = AheadTalk(rig)
+    del talk.body["tools"]
+    talk.ask()
+    talk.read()
+    aside = {"role": "user", "content": "Suggest what the user types next."}
+    body = {**talk.body, "messages": [*talk.turns(), talk.echo("The file is fine."), aside]}
+    assert talk.rig.post(talk.path, body).status == 200
+    assert len(talk.read()) == 2
+    assert [agent.wrong for agent in talk.rig.proxy.warmup.agents.values()] == [0]
+
+
+def ahead_wrong(talk: AheadTalk, times: int) -> None:
+    """Go on with other words than the server's, after they were read ahead."""
+    for _ in range(times):
+        count = len(warm_posts(talk.rig.server))
+        assert len(talk.read()) == count + 1
+        said = {"role": "user", "content": "And now?"}
+        talk.ask(talk.echo("Other words."), said, headers="User-Agent: agent/1\r\n")
+
+
+def test_ahead_given_up_after_two_wrong_predictions(rig: Callable[..., Rig], by_hand: None) -> None:
+    """For this User-Agent; a right one in between takes the first one back."""
+    talk = AheadTalk(rig)
+    talk.ask(headers="User-Agent: agent/1\r\n")
+    ahead_wrong(talk, 1)
+    talk.read()
+    talk.say("And now?", headers="User-Agent: agent/1\r\n")
+    ahead_wrong(talk, 2)
+    assert len(talk.read()) == 4
+    assert [line for line in talk.logged() if "given up for agent/1" in line]
+    assert "given up for agent/1" in talk.rig.get("/kvproxy").body.decode()
+    talk.body = opening("chat", "A new talk.")
+    talk.ask(headers="User-Agent: other\r\n")
+    assert len(talk.read()) == 5
+
+
+def test_ahead_cheap_predictions_may_be_wrong(rig: Callable[..., Rig], by_hand: None) -> None:
+    talk = AheadTalk(rig)
+    talk.cached = 1500
+    talk.ask(headers="User-Agent: agent/1\r\n")
+    ahead_wrong(talk, 4)
+    assert len(talk.read()) == 5
+
+
+@pytest.mark.parametrize("owner", ["llamacpp", "vllm"])
+@pytest.mark.parametrize("why", ["template", "side request"])
+def test_ahead_auto_begins_when_it_would_have_helped(
+    rig: Callable[..., Rig], by_hand: None, why: str, owner: str
+) -> None:
+    llama = ex_llama(lambda body: ex_template(body, why == "template"), 1)
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/v1/models":
+            return link.reply({"data": [{"id": "m", "owned_by": owner}]})
+        llama(link, seen)
+
+    one = rig(script, log_level="info")
+    agent = "User-Agent: agent/1\r\n"
+    title = {"messages": [{"role": "user", "content": "Generate a short title for this. " * 99}]}
+    ok = {"role": "assistant", "content": "ok"}
+    if why == "template":
+        bodies = [ex_loop(2), ex_loop(2, ok, {"role": "user", "content": "Thanks."})]
+    else:
+        bodies = [ex_loop(1), title, ex_loop(2)]
+    ex_exchange(one, EX_CHAT_PATH, bodies, agent)
+    on = owner == "llamacpp"
+    line = wait_for(lambda: [line for line in one.log.lines if "read ahead" in line], "the log")[0]
+    assert "agent/1" in line and ("on for" in line) == on and why in line
+    talk = ex_loop(2, ok, {"role": "user", "content": "And now?"})
+    for headers, count in (("User-Agent: other\r\n", 0), (agent, int(on))):
+        ex_exchange(one, EX_CHAT_PATH, [talk], headers)
+        one.proxy.last_end -= 100
+        one.proxy.warmup.step()
+        assert len(warm_posts(one.server)) == count
+    page = one.get("/kvproxy").body.decode()
+    assert ("<dt>read ahead</dt><dd>agent/1</dd>" in page) == on
+    assert ("off: the server is no llama.cpp" in page) != on
+    models = [seen for seen in one.server.seen if seen.target == "/v1/models"]
+    assert len(models) <= 4  # asked once for this, and by who explains
+
+
+def test_ahead_what_was_read_is_what_is_expected(rig: Callable[..., Rig], by_hand: None) -> None:
+    """The template shortens old turns; all that was read ahead was reused, so nothing was lost."""
+    talk = AheadTalk(rig)
+    talk.cached, talk.prompt = 0, 3000
+    talk.ask()
+    talk.prompt = 2000
+    talk.read()
+    talk.cached, talk.prompt = 1990, 2100
+    talk.say("And now?")
+    found = talk.rig.finished(2)[-1]
+    assert found.verdict.name == "extended" and found.verdict.expected == 2000
+
+
+# --- reading ahead: clients' requests go first ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_ahead_holds_the_request_that_goes_on(
+    rig: Callable[..., Rig], by_hand: None, dialect: str
+) -> None:
+    """Until that has been read, and no longer; looks at the server do not end it."""
+    talk = AheadTalk(rig, dialect)
+    talk.ask()
+    talk.begin_reading()
+    peer = talk.send(talk.echo(talk.answer), {"role": "user", "content": "And now?"})
+    talk.wait_for_held()
+    assert talk.rig.get("/v1/models").status == 200 and not talk.left.is_set()
+    assert len([seen for seen in talk.rig.server.seen if seen.method == "POST"]) == 2
+    talk.go_on.set()
+    assert peer.response().status == 200 and not talk.left.is_set()
+    assert talk.rig.finished(3)[-1].ahead == talk.prompt
+
+
+@pytest.mark.parametrize(
+    "kind", ["another answer", "edited", "regenerated", "other tools", "other model", "a title", "another talk"]
+)  # fmt: skip
+def test_ahead_gives_way_to_any_other(rig: Callable[..., Rig], by_hand: None, kind: str) -> None:
+    """At once, and the server sees the hang-up."""
+    talk = AheadTalk(rig)
+    talk.ask()
+    talk.begin_reading()
+    turns, more = [talk.echo(talk.answer), {"role": "user", "content": "And now?"}], {}
+    if kind == "another answer":
+        turns[0] = talk.echo("Something that nobody said.")
+    elif kind == "edited":
+        talk.turns()[-1] = {"role": "user", "content": "Look at it."}
+    elif kind == "regenerated":
+        turns = []
+    elif kind == "other tools":
+        more = {"tools": talk.body["tools"][:1]}
+    elif kind == "other model":
+        more = {"model": "other"}
+    elif kind == "a title":
+        more = {"messages": [{"role": "user", "content": "Generate a short title."}], "tools": []}
+    elif kind == "another talk":
+        more = opening("chat", "hi", "You are Bob. " + WARM_SYSTEM)
+    assert talk.send(*turns, **more).response().status == 200
+    assert talk.left.wait(PATIENCE)
+    wait_for(lambda: "interrupted" in "".join(talk.logged()), "the log")
+
+
+def test_ahead_hold_ends_when_the_client_leaves(rig: Callable[..., Rig], by_hand: None) -> None:
+    """Within a second everything is free; the same request may come again, and is right."""
+    talk = AheadTalk(rig)
+    talk.ask()
+    talk.begin_reading()
+    peer = talk.send(talk.echo(talk.answer), {"role": "user", "content": "And now?"})
+    talk.wait_for_held()
+    left = time.monotonic()
+    peer.close()
+    exchange = talk.rig.finished(2)[-1]
+    assert time.monotonic() - left < 1 and exchange.fault == "client left"
+    talk.wait_for_held(0)
+    assert len([seen for seen in talk.rig.server.seen if seen.method == "POST"]) == 2
+    again = talk.send()
+    talk.wait_for_held()
+    talk.go_on.set()
+    assert again.response().status == 200
+
+
+@pytest.mark.parametrize("how", ["READ_TIMEOUT", "stop", "503", "the server leaves"])
+def test_ahead_hold_ends_with_the_reading(rig: Callable[..., Rig], by_hand: None, how: str) -> None:
+    settings = {"read_timeout": 0.5} if how == "READ_TIMEOUT" else {}
+    talk = AheadTalk(rig, **settings)
+    talk.refuses = 503 if how == "503" else 200
+    talk.ask()
+    talk.begin_reading()
+    peer = talk.send(talk.echo(talk.answer), {"role": "user", "content": "And now?"})
+    if how != "READ_TIMEOUT":
+        talk.wait_for_held()
+    if how == "stop":
+        talk.rig.proxy.stop(PATIENCE)
+    elif how == "503":
+        talk.go_on.set()
+    elif how == "the server leaves":
+        talk.rig.server.links[-1].sock.shutdown(socket.SHUT_RDWR)
+    assert peer.response().status == 200
+    talk.go_on.set()
+
+
+def test_ahead_ends_with_the_proxy(rig: Callable[..., Rig]) -> None:
+    """In the middle of reading; nothing of it stays."""
+    talk = AheadTalk(rig, prefill_ahead_seconds=0.05)
+    talk.go_on.clear()
+    talk.ask()
+    assert talk.reading.wait(PATIENCE)
+    talk.rig.proxy.stop(0)
+    assert talk.left.wait(PATIENCE)
+    thread = talk.rig.proxy.warmup.thread
+    assert thread and not thread.is_alive()
+
+
+def test_ahead_memory_is_bounded(
+    rig: Callable[..., Rig], by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many conversations are remembered, and no prompt or answer that is very long."""
+    talk = AheadTalk(rig)
+    warmup = talk.rig.proxy.warmup
+    for number in range(kvproxy.TALKS + 3):
+        talk.body = opening("chat", f"Talk {number}.")
+        talk.ask()
+    assert len(warmup.talks) == kvproxy.TALKS
+    warmup.talks.clear()
+    monkeypatch.setattr(kvproxy, "AHEAD_BYTES", 50_000)
+    talk.answer = "a long answer " * 5000
+    talk.ask()
+    talk.answer, talk.body = "ok", opening("chat", "a long prompt " * 5000)
+    talk.ask()
+    assert not warmup.talks
+
+
+def test_ahead_that_fails_is_not_tried_again(
+    rig: Callable[..., Rig], by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = AheadTalk(rig)
+    talk.ask()
+
+    def fails(*_: Any) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(kvproxy, "echo_of", fails)
+    with pytest.raises(RecursionError):
+        talk.read()
+    assert talk.read() == []
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_ahead_is_read_once_with_any_number_of_slots(
+    rig: Callable[..., Rig], by_hand: None, slots: int
+) -> None:
+    """A request that comes while its beginning is read finds it in its slot."""
+    server = WarmSlots(slots)
+    server.go_on.set()
+    one = rig(server.script, prefill_ahead="1")
+    body = opening("chat", "Look. " + WARM_SYSTEM * 3)
+    assert one.post(PATHS["chat"], body).status == 200
+    one.finished(1)
+    other = {"messages": [{"role": "user", "content": "Generate a short title. " * 99}]}
+    for _ in range(slots):
+        assert one.post(PATHS["chat"], other).status == 200
+    server.go_on.clear()
+    server.begun.clear()
+    one.proxy.last_end -= 100
+    threading.Thread(target=one.proxy.warmup.step, daemon=True).start()
+    assert server.begun.wait(PATIENCE)
+    body["messages"] += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "So?"}]
+    answers: list[Answer] = []
+    client = threading.Thread(target=lambda: answers.append(one.post(PATHS["chat"], body)))
+    client.start()
+    wait_for(lambda: (reading := one.proxy.warmup.prefill) and reading.waiting, "the hold")
+    server.go_on.set()
+    client.join(PATIENCE)
+    assert answers[0].status == 200 and server.read[-1] < 100
+
+
 # ==================================================================================================
 # Status: the page, its JSON, metrics, and who may see them
 # ==================================================================================================
@@ -12853,6 +13665,9 @@ STATUS_HEAVY = {
 }
 
 
+STATUS_VALUES = ("numbers, nested", "objects", "lists", "numbers", "short texts", "deep")
+
+
 def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
     """A finished request with a heavy body, edited at both ends of it."""
     start, piece, end = STATUS_HEAVY[kind]
@@ -12888,13 +13703,18 @@ def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: Patch) -
     assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
 
 
+@pytest.mark.parametrize("size", [4_000, 40_000, 400_000])
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
-    """Bodies that are short enough to be compared may take more, but not much."""
-    exchange = status_heavy(kind, 40_000)
-    assert status_peak(exchange) < 80 * 40_000  # Python 3.10 has the largest dicts
+def test_status_detail_with_a_difference_is_bounded(kind: str, size: int) -> None:
+    """Ten times the two bodies; those that would take more are not compared."""
+    exchange = status_heavy(kind, size)
+    assert status_peak(exchange) < 10 * exchange.size()
     detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
-    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
+    added = [row for row in detail["diff"] if row[0] in "-+"][-1:]
+    assert added == ([] if kind in STATUS_VALUES else ["+after"])
+    assert [detail[name] for name in ("received", "forwarded")] == [
+        raw.decode() for raw in (exchange.received, exchange.forwarded)
+    ]
 
 
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
@@ -13040,7 +13860,8 @@ def test_status_pages_by_method(rig: MakeRig, path: str) -> None:
     assert (
         peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
     )  # the body was read
-    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/props", "/v1/models"}
+    asked = {seen.target for seen in one.server.seen}
+    assert asked <= {EX_CHAT_PATH, "/props", "/v1/models", "/tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -13161,6 +13982,24 @@ def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: in
         answer = one.proxy.pages.answer(request, peer)
         assert answer[0] == (200 if path in STATUS_OPEN else status), path
         assert status == 200 or b"secret prompt" not in answer[1]
+
+
+def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
+    """The server is asked when the page is opened, with the client's key; not while it works."""
+    tools = [tool_of("chat", f"t{n}", "word " * 50 * n) for n in range(7)]
+    one = rig(ex_llama(ex_template))
+    body = ex_chat("one two three", system="be good", tools=tools)
+    ex_exchange(one, EX_CHAT_PATH, [body], "Authorization: Bearer k1\r\n")
+    found = one.get("/kvproxy/requests/1.json").json()["where it goes"]
+    assert (found["system"], found["turns"], found["estimated"]) == (2, 3, False)
+    counts = {tool["function"]["name"]: len(json.dumps(tool).split()) for tool in tools}
+    assert found["tools"] == sum(counts.values())
+    assert found["largest tools"] == {f"t{n}": counts[f"t{n}"] for n in (6, 5, 4, 3, 2)}
+    asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
+    assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
+    one.proxy.still.clear()
+    assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
+    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 8
 
 
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
@@ -13717,6 +14556,28 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     _, out, _ = ex_inspect(ex_captured(*bodies))
     listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
     assert listed == [found["cause"] for found in findings]
+
+
+def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
+    """kvproxy lifts a line once it has varied; with the setting, from the first request on."""
+    talk = [
+        ex_talk(n + 1, f"{EX_RULES}\nHour: 2026-11-29 09:1{n}\n{EX_LONG}")[-1] for n in range(3)
+    ]
+    _, findings = ex_rows_of(ex_captured(*talk))
+    assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
+    cure = "LIFT_REGEX='^Hour: .*$'"
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them, and all with {cure}"
+    pattern = cure.partition("=")[2].strip("'")
+    reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
+    rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
+    assert [row["cured"] for row in rows] == [None, True, True]
+
+
+def test_commands_inspect_tells_the_price_of_a_cure() -> None:
+    steps = EX_CURED["notes that are renewed in a tool loop"][0]
+    _, findings = ex_rows_of(ex_captured(*steps))
+    told = "This cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    assert findings[0]["advice"] == told
 
 
 def test_commands_inspect_says_what_kvproxy_cures() -> None:
@@ -15117,13 +15978,14 @@ def moving_context(mark: str) -> list[Json]:
 @contextlib.contextmanager
 def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     """The model server with other words: each answer is what the next request goes on from, since
-    history is restored only behind the answer that was heard. The numbers are the server's own."""
-    script = [
-        after["messages"][len(before["messages"]) - 1]
-        if len(after["messages"]) > len(before["messages"])
-        else {"role": "assistant", "content": "That is all."}
-        for before, after in itertools.pairwise(bodies)
-    ]
+    history is restored only behind the answer that was heard. The numbers are the server's own.
+    Side requests, and what kvproxy has read, get the server's words."""
+    bodies = [body for body in bodies if "title" not in body["messages"][0]["content"]]
+    ended = {"role": "assistant", "content": "That is all."}
+    script = []
+    for before, after in itertools.pairwise(bodies):
+        new = after["messages"][len(before["messages"]) - 1 :]
+        script.append(next((turn for turn in new if turn["role"] == "assistant"), ended))
 
     class Actor(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -15133,8 +15995,12 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
             response = connection.getresponse()
             answer = json.loads(response.read())
             connection.close()
-            if script and "choices" in answer:
-                answer["choices"][0]["message"] = script.pop(0)
+            turns = json.loads(body or b"{}").get("messages") or [{}]
+            title = "title" in str(turns[0].get("content"))
+            if script and "choices" in answer and turns[-1].get("content") != "." and not title:
+                message = script.pop(0)
+                reason = "tool_calls" if message.get("tool_calls") else "stop"
+                answer["choices"][0] |= {"message": message, "finish_reason": reason}
             data = json.dumps(answer).encode()
             self.send_response(response.status)
             self.send_header("Content-Type", "application/json")
@@ -15363,6 +16229,64 @@ def test_real_warmup_holds_its_own_conversation(tmp_path: Path, monkeypatch: Pat
             assert proxy.warmup.state == "warm"
     show("first request, sent while its head was read", [], [held])
     assert held[1] < 0.1 * held[0]
+
+
+def thinking_agent(mark: str, turns: int, title: bool = False) -> list[dict[str, Any]]:
+    """Requests of an agent that sends its reasoning back, with a tool step on each turn; or of one
+    that has a title made after each answer instead."""
+    system = {"role": "system", "content": real_system(mark, 550 if title else 150)}
+    body = {"model": "m", "max_tokens": 2, "temperature": 0}
+    body["chat_template_kwargs"] = {"thoughts": not title}
+    requests: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = [system]
+    for turn in range(turns):
+        history.append({"role": "user", "content": f"Task {turn}: {kvproxy.filler(15, turn)}"})
+        requests.append({**body, "messages": list(history)})
+        if not title:
+            function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}"})}
+            call = {"id": f"call_{turn}", "type": "function", "function": function}
+            thought = {"content": "", "reasoning_content": kvproxy.filler(40, turn)}
+            history.append({"role": "assistant", **thought, "tool_calls": [call]})
+            result = {"role": "tool", "tool_call_id": call["id"]}
+            history.append({**result, "content": kvproxy.filler(250, turn)})
+            requests.append({**body, "messages": list(history)})
+        history.append({"role": "assistant", "content": f"Done. {kvproxy.filler(20, turn)}"})
+        if title:
+            words = f"Generate a short title for this. {kvproxy.filler(40, turn)}"
+            requests.append({**body, "messages": [{"role": "user", "content": words}]})
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("slots", "title"),
+    [(1, False), (4, False), (1, True)],
+    ids=["tool loop", "tool loop, 4 slots", "title requests"],
+)
+def test_real_ahead(slots: int, title: bool) -> None:
+    """Between a person's Enter and the first token next to nothing is read but what is new."""
+    rows: list[list[tuple[int, int]]] = []
+    with llama_with(slots) as server:
+        for ahead in ("0", "1"):
+            bodies = thinking_agent(f"Ann {ahead}", 3, title)
+            entered = [body for body in bodies if body["messages"][-1]["role"] == "user"]
+            asked = [body for body in entered if len(body["messages"]) > 3]
+            found: list[tuple[int, int]] = []
+            with scripted_answers(server.url, bodies) as url:
+                settings: Any = {"prefill_ahead": ahead, "prefill_ahead_seconds": 0.1}
+                with Proxy(
+                    Config(backend_url=url, listen_port=0, log_level="error", **settings)
+                ) as proxy:
+                    for count, body in enumerate(bodies, 1):
+                        row = real_post(proxy.url, PATHS["chat"], body)
+                        found += [row] if body in asked else []
+                        slowly(lambda: proxy.metrics.number >= count, "the end")  # noqa: B023
+                        if ahead == "1" and proxy.warmup.talks:
+                            proxy.warmup.rest()
+                    idle = proxy.metrics.idle_tokens
+            rows.append(found)
+    show(f"when a person speaks, -np {slots}, then read ahead ({idle} in idle time)", *rows)
+    for (_, before), (_, after) in zip(*rows, strict=True):
+        assert after < 0.2 * before
 
 
 # ==================================================================================================
