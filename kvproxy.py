@@ -73,7 +73,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, cast
@@ -107,8 +107,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case. Raises
-    ConfigError."""
+    """Every setting; the environment variable of the same name is in upper case. Raises ConfigError
+    for a value that is not allowed: Config(listen_port=1235), Config.from_env(os.environ)."""
 
     listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
@@ -599,7 +599,8 @@ class Reader:
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request, in counts; `note` says why a body was left alone."""
+    """What was done to one request: numbers of turns (items, items_modified), of texts taken out,
+    moved, lifted, sent again or left out; `note` says why a body was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -955,7 +956,10 @@ def scrub(
 ) -> tuple[Json, Report]:
     """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
     and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
-    is chat, responses, messages or completions; without it the body's shape decides."""
+    is chat, responses, messages or completions; without it the body's shape decides. Raises
+    ValueError for another one.
+
+        body, report = scrub(body, Config(strip_message_ids="1"))"""
     config, report = config or Config(), Report()
     named = {row.name: row for row in DIALECTS.values()}
     if dialect is not None and dialect not in named:
@@ -2807,7 +2811,7 @@ USAGE_KEYS = {
     # llama.cpp's result_timings::to_json
     "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
-USAGE_NAMES = ("usage", "timings", "tokens_evaluated")
+USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
@@ -2819,15 +2823,28 @@ def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            tails = list(USAGE_MEMBER.finditer(one))[-2:] if window is (last or first) else []
             with contextlib.suppress(ValueError, RecursionError):
-                try:
+                if "{" in one:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                except ValueError:
-                    decode = json.JSONDecoder().raw_decode
-                    events.append({tail[1]: decode(one, tail.end())[0] for tail in tails})
+                continue
+            if window is (last or first):
+                events.append(numbers_at_end(one))
         windows.append(events)
     return windows
+
+
+def numbers_at_end(text: str) -> Json:
+    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
+    that is its last member; not those of a tool call's input, which may have such names."""
+    found: Json = {}
+    for member in list(USAGE_MEMBER.finditer(text))[-2:]:
+        with contextlib.suppress(ValueError, RecursionError):
+            value, end = json.JSONDecoder().raw_decode(text, member.end())
+            for opening in ('{"":0', '{"":{"":0'):
+                with contextlib.suppress(ValueError):
+                    json.loads(opening + text[end:])
+                    found[member[1]] = value
+    return found
 
 
 def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
@@ -2835,8 +2852,9 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     in their events, where they are known."""
     found: Json = {}
     for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in map(members, (event, event.get("response"), event.get("message"))):
-            read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+        for part in (event, event.get("response"), event.get("message")):
+            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
+                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2906,7 +2924,7 @@ def listed(value: Any) -> list[Any]:
 # --- a prompt as text -----------------------------------------------------------------------------
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = {"thinking", "redacted_thinking", "reasoning", "reasoning_text"}
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 # What of an item, part, call or result the server reads, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -2977,17 +2995,20 @@ class Prompt:
         self.conversation, self.time = talk, now
         self.side = side_of(view, headers or {}) if side else ""
         self.segments = [("system", turn.text()) for turn in view.system()]
+        shared = {text: text for _, text in sent.segments} if sent is not None else {}
         for tool in listed(view.body.get("tools")):
             text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", text))
+            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
         self.first, number = min(len(self.segments), self.SEGMENTS), 1
         self.reasoning = set[int]()
         turns = view.turns[view.leading() :]
         for turn in turns[: self.SEGMENTS]:
             item = turn.item or {}
-            kinds = {str(members(part).get("type")) for part in listed(item.get("content"))}
+            content = item.get("content")
+            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
             reasons = turn.role == "reasoning"
-            if reasons or item.get("reasoning_content") or kinds & REASONING_PARTS:
+            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
+            if reasons or more:
                 self.reasoning.add(number)
             if reasons:
                 continue
@@ -2999,12 +3020,17 @@ class Prompt:
         self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
         self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
-        self.size = sum(len(text) for _, text in self.segments)  # in characters
+        self.size = sum([len(text) for _, text in self.segments])  # in characters
         # In bytes: PEP 393, with one emoji four for each character of a text.
-        self.memory = sum(370 + sys.getsizeof(text) for _, text in self.segments)
-        self.memory += sent.memory if sent is not None else 0
+        texts = {id(text): text for _, text in self.segments}
+        rows = len(self.segments)
+        if sent is not None:
+            texts |= {id(text): text for _, text in sent.segments}
+            rows += len(sent.segments)
+        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
         self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.step = 0, ""  # what it is for, so that no long read alarms anybody
+        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = self.side or (later if self.answered(0) else "first prompt")
@@ -3012,6 +3038,10 @@ class Prompt:
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
+
+    def said(self) -> list[str]:
+        """The user texts."""
+        return [text for name, text in self.segments if "(user)" in name]
 
     def answered(self, depth: int) -> bool:
         """Whether there is an answer behind the first `depth` turns."""
@@ -3146,7 +3176,11 @@ class Verdict:
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
         elif self.kind == "reasoning":
             told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        return "; ".join(filter(None, (told, self.advice, self.cure)))
+        return "; ".join(filter(None, (told, self.remedy())))
+
+    def remedy(self) -> str:
+        """What helps."""
+        return " ".join(filter(None, (self.advice, self.cure)))
 
 
 @dataclasses.dataclass
@@ -3160,14 +3194,18 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
+    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
+    place: int = 0  # of the segment where they part
+    learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
     moved: bool = False  # what the client sent goes on from what it sent before
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
     slots: int | None = None  # that the server has, if it was asked
+    first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
 
 class Ledger:
@@ -3179,9 +3217,10 @@ class Ledger:
         self.entries: collections.deque[Prompt] = collections.deque()
         self.count = 0  # of all prompts judged
 
-    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
         """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock."""
+        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
+        was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -3197,7 +3236,7 @@ class Ledger:
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.whole = case.base is not None and prompt.goes_on(base)
+        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
@@ -3212,10 +3251,10 @@ class Ledger:
                 same = len(prompt.chain) == len(base.chain)
                 verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
             return case
-        locate_change(case, base)
+        locate_change(case, base, shapes)
         place = verdict.where.partition(" ")[0]
         goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and verdict.kind in VOLATILE
+        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
         same_agent = place != "system" or alike(base.system, prompt.system)
         if not prompt.side and same_agent and (goes_on or volatile):
             verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
@@ -3251,7 +3290,16 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
             changed, reached = entry, depth
         elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
             whole, deepest = entry, depth
-    return whole if deepest > reached else changed
+    if whole is None or deepest <= reached:
+        return whole if deepest > reached else changed
+    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
+    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
+        return whole
+    said = prompt.segments[prompt.first + deepest :]
+    while said and "(assistant)" not in said[-1][0]:
+        said.pop()
+    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
+    return newest if in_history else whole
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3268,15 +3316,26 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     return alike(one.system, prompt.system)
 
 
-def locate_change(case: Case, base: Prompt) -> None:
+def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
     depth = common_prefix(prompt.chain, base.chain)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
     answers = "(assistant)" in name and "(assistant)" not in old_name
+    case.place = depth
     if base.system != prompt.system:
         verdict.where, old, new = "system", base.system, prompt.system
+        rows = {shape: shape.row() for shape in shapes}
+        left, pieces = lift_text(old, rows.values())
+        if pieces and left != new:
+            old = left  # something else changed as well
+        elif pieces:
+            found = {label for label, _ in pieces}
+            case.learned = [shape for shape, row in rows.items() if row.label in found]
+            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
+            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
+            old, new = changed[0][1], now.get(changed[0][0], "")
     elif base.tools != prompt.tools:
         order = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
@@ -3314,21 +3373,88 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
-def cure_of(case: Case, config: Config) -> str:
-    """The setting that would have kept a rewritten prompt the same; '' where none would, or it is
-    set already."""
-    where, texts = case.verdict.where, case.texts
-    system, order = where == "system", case.verdict.kind == "tool order"
-    if not system and "(user)" not in where and not order:
-        return ""
+def tell_cure(case: Case, config: Config) -> None:
+    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
+    none would, or it is set already."""
+    verdict, texts, pattern = case.verdict, case.texts, ""
+    system, order = verdict.where == "system", verdict.kind == "tool order"
+    if case.learned:
+        verdict.advice = "learned: it is lifted from now on"
+    if not system and "(user)" not in verdict.where and not order:
+        return
     for switch in ("scrub", "replay", "lift" if system else "replay"):
         if not getattr(config, switch):
-            return f"{switch.upper()}=1, which is off"
+            verdict.cure = f"{switch.upper()}=1, which is off"
+            return
     name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    pattern = "" if order else (lines_pattern if system else block_pattern)(*texts)
-    quote = '"' if "'" in pattern else "'"
-    known = getattr(config, name.lower())
-    return f"{name}={quote}{pattern}{quote}" if pattern and pattern not in known else ""
+    if system:
+        pattern = lift_pattern(case)
+    elif not order and (pattern := block_pattern(*texts)):
+        prompts = [one for one in (case.base, case.prompt) if one is not None]
+        came = (text for one in prompts for text in (one.sent or one).said())
+        if not any(text != without_block(pattern, text) for text in came):
+            pattern = ""  # not the client, but kvproxy wrote it
+        elif not replayable(case, pattern):
+            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if pattern and pattern not in getattr(config, name.lower()):
+        quote = '"' if "'" in pattern else "'"
+        verdict.cure = f"{name}={quote}{pattern}{quote}"
+        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
+        verdict.advice += "; from the first request on with" if case.learned else price
+
+
+def lift_pattern(case: Case) -> str:
+    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
+    old, new = case.texts
+    if case.learned and case.compared is not None:  # as they came
+        both = (one.sent or one for one in (case.compared, case.prompt))
+        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
+    pattern = lines_pattern(old, new)
+    if pattern or len(case.learned) != 1:
+        return pattern
+    pattern = case.learned[0].pattern()
+    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
+    return pattern if found and found_now and old == new else ""
+
+
+def without_block(pattern: str, text: str) -> str:
+    """A text without what the pattern of a block finds; as it is if the block begins so often that
+    looking for its ends could take long."""
+    opening = pattern.partition(".*?")[0]
+    many = sum(1 for _ in re.finditer(opening, text)) > 64
+    return text if many else re.sub(pattern, "", text)
+
+
+def replayable(case: Case, pattern: str) -> bool:
+    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
+    that another one was answered and spoken behind it."""
+    now = case.texts[1]
+    if now != without_block(pattern, now):
+        return False
+
+    def later(prompt: Prompt) -> bool:
+        behind = iter(prompt.segments[case.place :])
+        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+        said = (text for name, text in behind if "(user)" in name)
+        words = (without_block(pattern, text).strip() for text in said)
+        return answered and any(words)
+
+    return later(case.prompt) and not (case.base is not None and later(case.base))
+
+
+def strip_pattern(case: Case, pattern: str) -> str:
+    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
+    message is empty; '' where that is not so."""
+    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
+    if "<system-reminder>" in pattern:  # clients tell many things in this way
+        return ""
+    if not all(without_block(pattern, text).strip() for text in said):
+        return ""
+    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
+        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
+        if len({without_block(more, text) for text in case.texts}) == 1:
+            return more
+    return ""
 
 
 def shape(text: str) -> str:
@@ -3372,7 +3498,7 @@ def block_pattern(old: str, new: str) -> str:
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
         for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
-            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
                 return pattern
     return ""
@@ -3404,13 +3530,28 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = case.base.number if case.base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+        tell_pace(case)
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
     if verdict.name == "rewritten" and verdict.kind != "reasoning":
         verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
-        verdict.cure = "" if case.moved else cure_of(case, config)
+        if not case.moved:
+            tell_cure(case, config)
+
+
+def tell_pace(case: Case) -> None:
+    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
+    request of its conversation, which the server had to read as a whole."""
+    prompt, base = case.prompt, case.base
+    if not case.first_byte or not prompt.size:
+        return
+    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
+    if base is not None and base.first_pace:
+        prompt.first_pace = base.first_pace
+        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
+        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -3449,6 +3590,9 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
         why = ADVICE["slot taken"] + told
     still = f"{cached:,} of {expected:,} tokens were still there"
     verdict.advice = f"{still}: {why.format(**numbers)}"
+    loop = base.step == "tool step" or base.reasoning
+    if case.prompt.step == "user turn" and loop and cause != "away":
+        verdict.advice += OR_TEMPLATE
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3468,8 +3612,7 @@ ADVICE = {
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
     " without a checkpoint there (--ctx-checkpoints, --swa-full)",
-    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints), or"
-    " the chat template renders old turns in another way",
+    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
@@ -3495,6 +3638,10 @@ ADVICE = {
 }  # fmt: skip
 
 
+# Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
+OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
+
+
 def advice(cause: str, config: Config) -> str:
     """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
@@ -3502,6 +3649,7 @@ def advice(cause: str, config: Config) -> str:
 
 
 # In the last turn, or in the system prompt of a request that nobody has answered yet.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
@@ -3528,10 +3676,18 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    matches = (SIDE_SHAPES.search(turn.text()[:2000].lower()) for turn in turns)
-    return next((str(match.lastgroup) for match in matches if match), "")
+    for turn in turns:
+        text = turn.text()[:2000].lower()
+        match = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
+        if match:
+            return str(match.lastgroup)
+    return ""
 
 
+SAVED_BY = (
+    "Counted are only tokens that would not have been reused without kvproxy, as far as the prompts"
+    " that came tell, at the speed at which the server reads 512 tokens and more."
+)
 IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
 ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 
@@ -3552,19 +3708,29 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where the tokens of a prompt go, estimated from its characters: system, tools with the five
-    largest, turns."""
-    sizes: collections.Counter[str] = collections.Counter()
-    for name, text in segments:
-        sizes[name if name.startswith("tool ") else name.split()[0]] += len(text)
-    rate = (tokens or sizes.total() / 4) / (sizes.total() or 1)
-    tokens_of = {name: round(size * rate) for name, size in sizes.most_common()}
-    tools = {name[5:]: n for name, n in tokens_of.items() if name.startswith("tool ")}
-    found = {"system": tokens_of.get("system", 0), "tools": sum(tools.values())}
-    largest = dict(itertools.islice(tools.items(), 5))
-    turns = tokens_of.get("turn", 0)
-    return {**found, "turns": turns, "estimated": True, "largest tools": largest}
+def weights_of(
+    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None = None
+) -> Json:
+    """Where the tokens of a prompt go: system, tools with the five largest, turns. `count` has the
+    server count a text's tokens; without it they are estimated from the characters."""
+    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
+    largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
+    texts = {
+        "system": [text for name, text in segments if name == "system"],
+        "tools": [text for _, text in tools],
+        "turns": [text for name, text in segments if name.startswith("turn ")],
+    }
+    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
+    size = sum([len(text) for _, text in segments])
+    rate = (tokens or size / 4) / (size or 1)
+    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
+    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
+    numbers = counts if len(counts) == len(parts) else numbers
+    return {
+        **dict(zip(texts, numbers, strict=False)),
+        "estimated": numbers is not counts,
+        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
+    }
 
 
 # ==================================================================================================
@@ -3926,6 +4092,7 @@ class Upstream(http.client.HTTPConnection):
     auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
     _buffer: list[bytes]
+    _HTTPConnection__response: Any
 
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
@@ -4069,7 +4236,7 @@ class Relay(BaseHTTPRequestHandler):
             exchange, self.exchange, self.upstream = self.exchange, None, None
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
-                self.proxy.busy(-1)
+                self.proxy.busy(exchange, False)
                 self.proxy.finished(exchange)
             self.server.busy.discard(self.socket)
 
@@ -4296,7 +4463,7 @@ class Relay(BaseHTTPRequestHandler):
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.proxy.busy(1)
+        self.proxy.busy(exchange, True)
         if exchange.dialect is not None and request.method == "POST":
             exchange.received = exchange.forwarded = self.read_body(request)
             if not request.get("content-encoding"):
@@ -4366,6 +4533,7 @@ class Relay(BaseHTTPRequestHandler):
             self.relay(response, exchange)
             if not upstream.unfinished and response.release():
                 self.kept = upstream
+                upstream._HTTPConnection__response = None  # the library lets go of it later
         finally:
             self.upstream = None
             if self.kept is not upstream:
@@ -4418,6 +4586,7 @@ class Relay(BaseHTTPRequestHandler):
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status, exchange.begun = response.status, time.monotonic()
+        self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
         if response.headers.all("content-encoding"):
@@ -4469,7 +4638,8 @@ class Exchange:
         self.explained = False
         self.usage = Usage()
         self.status, self.fault = 0, ""
-        self.stream = False
+        self.error = self.answer = ""  # what the server said, in part
+        self.model, self.stream = "", False
         self.tap = Tap() if dialect is not None else None
 
     def size(self) -> int:
@@ -4486,7 +4656,7 @@ CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 # owned_by in /v1/models -> product
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio"}
+OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
 STATES = {401: "it wants an API key", 403: "it wants another API key"}
 STATES[503] = "it is loading its model"
@@ -4500,7 +4670,9 @@ class Backend:
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.address = ""  # of localhost, that took a connection last
-        self.lost_at = self.next_look = 0.0  # on the monotonic clock
+        self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
+        self.away: bool | None = None  # as the last request had it
+        self.known: Json = {}  # what it told of itself
         self.owner = ""  # owned_by in /v1/models, once it was asked for
         self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
@@ -4552,9 +4724,22 @@ class Backend:
 
     def lost(self) -> None:
         """Note that the server was away."""
-        self.lost_at = time.monotonic()
+        self.lost_at, self.next_question = time.monotonic(), 0.0
+        self.away, self.known = True, {}
         if not self.config.backend_url:
             self.url = None
+
+    def up(self) -> float | None:
+        return None if self.away is None else float(not self.away)
+
+    def look(self) -> Json:
+        """What the server told of itself. While that is nothing, it is asked each 10 seconds."""
+        if "product" not in self.known or "state" in self.known:
+            now = time.monotonic()
+            if now >= self.next_question:
+                self.next_question = now + 10
+                self.describe(1.0)
+        return self.known
 
     def ask(
         self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
@@ -4565,29 +4750,35 @@ class Backend:
         except OSError as error:
             return 0, str(error)
 
-    def describe(self) -> Json:
+    def describe(self, timeout: float = 3.0) -> Json:
         """What the server tells of product, build, model, slots and context; {} without answer."""
-        status, answer = self.ask("/props")
+        status, answer = self.ask("/props", timeout)
         props = members(answer) if status == 200 else {}
         if "error" in props:  # LM Studio says 200 to any path
             props = {}
-        status, answer = self.ask("/v1/models")
+        status, answer = self.ask("/v1/models", timeout)
         if not props and not status:
+            self.known = {}
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         self.owner = owner = str(model.get("owned_by") or "")
         other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
-        path = str(props.get("model_path") or "")
+        path, context = str(props.get("model_path") or ""), None
+        if other == "LM Studio":
+            loaded = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            model = next((one for one in loaded if members(one).get("state") == "loaded"), model)
+            context = model.get("loaded_context_length")
         found = {
             "product": "llama-server" if props else other,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "context": members(props.get("default_generation_settings")).get("n_ctx") or context,
             "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
         }
         if status not in (0, 200):
             found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
-        return {key: value for key, value in found.items() if value not in (None, "")}
+        self.known = {key: value for key, value in found.items() if value not in (None, "")}
+        return self.known
 
 
 def members(value: Any) -> Json:
@@ -4751,7 +4942,12 @@ REMOVED = (
 class Proxy:
     """A running kvproxy. Everything hangs on it, so several can live in one process.
 
-    Use it as a context manager, or call start() and stop() from any thread."""
+    Use it as a context manager, or call start() and stop() from any thread:
+
+        with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
+            print(proxy.url)
+
+    Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -4768,9 +4964,11 @@ class Proxy:
         self.warmup = Warmup(self)
         self.server: Server | None = None
         self.stopping = False
-        self.running, self.last_end = 0, time.monotonic()
+        self.active: dict[Exchange, None] = {}  # requests being served; oldest first
+        self.last_end = time.monotonic()
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
+        self.telling = threading.Lock()  # keeps the lines of a request together
         self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
@@ -4870,6 +5068,7 @@ class Proxy:
         assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
+        exchange.model = visible(str(view.body.get("model") or ""))[:80]
         # Nobody's text may reach anybody else's prompt.
         client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
         learn = not exchange.counting
@@ -4879,6 +5078,9 @@ class Proxy:
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
+        with suppress(IndexError):
+            while True:
+                self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
 
     # --- while the model works --------------------------------------------------------------------
 
@@ -4895,7 +5097,8 @@ class Proxy:
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect), side=False)
             prompt = Prompt(view, *told, original)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
+            shapes = list(self.editor.lifter.learner.shapes)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
 
@@ -4910,17 +5113,29 @@ class Proxy:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
-    def busy(self, change: int) -> None:
-        """Count a request in (1) or out (-1)."""
+    @property
+    def running(self) -> int:
+        return len(self.active)
+
+    def busy(self, exchange: Exchange, begins: bool) -> None:
+        """Note that a request begins or ends."""
         with self.guard:
-            self.running += change
-            if change < 0:
-                self.last_end = time.monotonic()
-            if not self.running:
+            if begins:
+                self.active[exchange] = None
+                if len(self.active) == 1:
+                    self.still.clear()
+                return
+            self.active.pop(exchange, None)
+            self.last_end = time.monotonic()
+            if not self.active:
                 self.still.set()
                 self.warmup.quiet()
-            elif self.running == change:
-                self.still.clear()
+
+    def found(self) -> None:
+        """Note that the server answers."""
+        if self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+        self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
         """Read an answer's numbers and record the request; if less was reused than should have
@@ -4947,10 +5162,17 @@ class Proxy:
         if record := exchange.trace.record:
             record.answer = heard_answer(first, last, events) if answered else None
             record.tap = None
+        if exchange.status >= 400:
+            exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
             self.replay.overflowed(exchange.trace)
+            exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
+        if re.match("/v1/v1/", exchange.request.path):
+            exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
             exchange.usage = usage_of(first, last, events)
+            said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
+            exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
             exchange.verdict = exchange.case = None
         if exchange.verdict is not None:
@@ -4969,6 +5191,8 @@ class Proxy:
                 if ask and self.still.wait(IDLE_WAIT):
                     server = self.backend.describe()
                     case.slots = server.get("slots")
+                if exchange.stream and exchange.begun:
+                    case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
@@ -4978,12 +5202,23 @@ class Proxy:
             if case is not None:
                 case.prompt.number = exchange.number
             if self.log.isEnabledFor(logging.INFO):
-                for line in log_lines(exchange):
-                    self.log.info("%s", line)
+                with self.telling:
+                    for line in log_lines(exchange):
+                        self.log.info("%s", line, extra={"request": f"#{exchange.number} "})
             if warning:
                 self.log.warning("%s", warning)
         if ask:
             self.asking.release()
+
+    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
+        """Has the server count the tokens of a text, while it is idle."""
+
+        def count(text: str) -> int | None:
+            asked = dump({"content": text}), key_of(exchange.request)
+            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
+        return count if self.still.is_set() else None
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Have the server render a prompt and the one that it goes on from; if it renders old turns
@@ -4992,19 +5227,30 @@ class Proxy:
         with self.metrics.guard:
             number = base.number if base is not None and case.whole else 0
             before = next((one for one in self.metrics.recent if one.number == number), None)
-        if base is None or before is None or exchange.dialect is not DIALECTS["chat/completions"]:
+        if exchange.dialect is not DIALECTS["chat/completions"]:
+            only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
+            verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
             return
-        key = exchange.request.get("authorization").removeprefix("Bearer ")
+        if base is None or before is None:
+            return
+        key = key_of(exchange.request)
         for one in (before, exchange):
             answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
+        if all(prompts):
+            verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
                 f"the chat template renders {verdict.where} otherwise than before"
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
+
+
+def key_of(request: Request) -> str:
+    """The API key that a client sent to the server."""
+    return request.get("authorization").removeprefix("Bearer ")
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5033,6 +5279,35 @@ def visible(text: str) -> str:
     )
 
 
+ERROR_SHOWN = 200  # characters
+ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
+
+
+def error_text(answer: bytes, request: Request) -> str:
+    """The beginning of a server's error, without the request's keys, which some servers quote."""
+    text = answer.decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError):
+        error = members(json.loads(text)).get("error")
+        text = str(members(error).get("message") or error or text)
+    keys = " ".join(map(request.get, CLIENT_HEADERS[:3])).split()
+    keys += re.findall("=([^&;=]+)", request.path)
+    for key in keys:
+        text = text.replace(key, "***") if len(key) > 6 else text
+    return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
+
+
+def learned(shape: Shape) -> str:
+    """What was learned, and the setting for it."""
+    name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
+    name = f'system line "{name}"' if shape.form else f"system {name}"
+    return f"{name} varies, lifted; to fix it: {learned_setting(shape)}"
+
+
+def learned_setting(shape: Shape) -> str:
+    pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
+    return f'LIFT_REGEX="{pattern}"' if "'" in pattern else f"LIFT_REGEX='{pattern}'"
+
+
 # The original's line, which scripts read; other counts follow where they are not 0.
 LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
 
@@ -5054,13 +5329,33 @@ def log_lines(exchange: Exchange) -> list[str]:
             parts.append("reused=not reported")
         if usage.prompt_ms is not None:
             parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
+        parts.append(f"model={exchange.model}" if exchange.model else "")
+        parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
         parts.append(verdict.title() if verdict is not None else "")
         parts.append(f"forwarded as it came: {note}" if note else "")
     if exchange.status != 200 or len(parts) == 1:
         parts.append(f"status={exchange.status or '-'}")
     reason = verdict.line() if verdict is not None and not verdict.side else ""
-    lines = [" | ".join(filter(None, [*parts, exchange.fault]))]
+    lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
     return [*lines, "    " + reason] if reason else lines
+
+
+class Judged(NamedTuple):
+    """What became of a prompt whose reuse was reported."""
+
+    cached: int
+    prompt: int
+    verdict: Verdict
+    conversation: str
+
+    def missed(self, least: float) -> bool:
+        """Whether less than this share was reused of what should have been."""
+        return self.verdict.name in MISSES and self.cached < least * self.prompt
+
+
+def reused_share(prompts: Collection[Judged]) -> float | None:
+    total = sum(one.prompt for one in prompts)
+    return sum(one.cached for one in prompts) / total if total else None
 
 
 class Metrics:
@@ -5072,10 +5367,11 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.window: collections.deque[tuple[int, int, str]]  # cached, prompt, verdict
-        self.window = collections.deque(maxlen=20)
+        self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (label in METRIC_HELP, its value) -> number
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.counts["version", __version__] = 1
+        self.first_bytes = [0.0, 0]  # seconds until them, and their number
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.saved = 0.0  # seconds
         self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
@@ -5097,8 +5393,11 @@ class Metrics:
                     counts["kind", name] += number
             if report.note:
                 counts["reason", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None:
+            if exchange.dialect is not None or exchange.error:
                 self.keep(exchange)
+            if exchange.dialect is not None and exchange.begun:
+                waited = exchange.begun - exchange.started
+                self.first_bytes = [self.first_bytes[0] + waited, self.first_bytes[1] + 1]
             if verdict is None:
                 return ""
             self.judged += 1
@@ -5110,7 +5409,8 @@ class Metrics:
             self.save(exchange, prompt, cached)
             if verdict.side:
                 return ""
-            self.window.append((cached, prompt, verdict.name))
+            name = exchange.trace.conversation
+            self.window.append(Judged(cached, prompt, verdict, name))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
@@ -5127,8 +5427,7 @@ class Metrics:
 
     def hit_rate(self) -> float | None:
         """Share of prompt tokens reused over the last 20 requests that told."""
-        total = sum(prompt for _, prompt, _ in self.window)
-        return sum(cached for cached, _, _ in self.window) / total if total else None
+        return reused_share(self.window)
 
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
@@ -5142,7 +5441,7 @@ class Metrics:
 
     def cause(self, *spared: str) -> str:
         """The most frequent verdict of the window but `extended` and the `spared` ones."""
-        names = [name for _, _, name in self.window]
+        names = [one.verdict.name for one in self.window]
         faults = [name for name in names if name not in ("extended", *spared)]
         name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
@@ -5431,6 +5730,13 @@ class Prefill:
         return False
 
 
+def is_shape(row: list[str]) -> bool:
+    """Whether a row of WARMUP_FILE is a Shape."""
+    form, after, before = row
+    texts = isinstance(form, str) and isinstance(after, str) and isinstance(before, str)
+    return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
+
+
 @dataclasses.dataclass
 class Agent:
     """What was seen of the clients with one User-Agent."""
@@ -5472,6 +5778,7 @@ class Warmup:
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Json] = {}  # newest last
         self.due: dict[str, Json] = {}  # those that the server has yet to read
+        self.learned: list[list[str]] = []  # as the file has it
         self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
         self.agents: dict[str, Agent] = {}
         self.guard = threading.Lock()  # of all these, and of the file
@@ -5541,6 +5848,12 @@ class Warmup:
         try:
             with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
+            self.learned, lifter = heads.pop("learned", []), self.proxy.editor.lifter
+            if not all(map(is_shape, self.learned)):
+                raise ValueError("what was learned is not readable")
+            if lifter.learns:
+                lifter.learner.add([Shape(*row) for row in self.learned])
+                lifter.learner.news.clear()  # they were told when they were new
             for key, head in heads.items():
                 dialect, counting = dialect_of(head["path"])
                 view = view_of(head["body"], dialect) if dialect is not None else None
@@ -5580,9 +5893,12 @@ class Warmup:
             newest = next(reversed(self.heads), None)
             self.keep(ident, {"path": path, "body": json.loads(body)})
             self.due.pop(ident, None)  # the client itself had it read
-            if ident != newest and self.path:
+            learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
+            if (ident != newest or learned != self.learned) and self.path:
+                self.learned = learned
+                more = {"learned": learned} if learned else {}
                 try:
-                    self.write(json.dumps(self.heads))
+                    self.write(json.dumps({**self.heads, **more}))
                 except OSError as error:
                     text = "WARMUP_FILE=%r cannot be written any more: %s"
                     self.proxy.log.warning(text, self.path, error)
@@ -5814,43 +6130,56 @@ class Warmup:
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# The page is complete without its script, which only renews the elements of <main> that have an id.
+# A page is complete without its script, which renews the elements of <main> that have an id.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
-<title>%(state)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
+<title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
   color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
   overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem; color: var(--soft) } p, dd, ol { margin: 0; padding: 0 } a { color: inherit }
-.state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 } .soft { color: var(--soft) }
-.good { color: light-dark(#1a7f4b, #4cc38a) } .bad { color: light-dark(#b3261e, #ff8f85) }
-.fair { color: light-dark(#7d5200, #e5b567) } dt, code, .key { font-size: .85rem }
+h1 { font-size: 1rem } h1 a { color: var(--soft) } h2 { font-size: 1.2rem; margin: 1.6rem 0 .3rem }
+h3 { font-size: .9rem; color: var(--soft); margin: 1rem 0 0 } p, dd, ol { margin: 0; padding: 0 }
+a { color: inherit } .state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
+.soft, dt { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
+.bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
+dt, code, button { font-size: .85rem } pre { white-space: pre-wrap; font-size: .85rem }
 dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
-dt, .key { color: var(--soft) } pre { white-space: pre-wrap }
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
-li p:first-child { display: flex; flex-wrap: wrap; gap: 0 .8rem }
-</style></head><body><header><h1>kvproxy %(version)s</h1></header><main>
-<p id="state" role="status" class="state %(tone)s">%(state)s</p>
-<p id="hint" class="soft">%(hint)s</p><dl id="facts">%(facts)s</dl>
-<h2>Last requests</h2><ol id="requests">%(rows)s</ol>
-<p class="key"><a href="/kvproxy/requests">All that are kept, as JSON</a></p></main>
-<details><summary>Settings in force</summary><pre>%(settings)s</pre></details>
+.row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
+</style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
+<main>%(main)s</main>
 <script nonce="%(nonce)s">
-setInterval(async () => {
+addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  try {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "copied";
+  } catch (error) {
+    getSelection().selectAllChildren(button.previousElementSibling);
+  }
+});
+const named = (one) => one.getAttribute("href") || one.dataset.copy;
+if (document.getElementById("facts")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
   try {
     const answer = await fetch("/kvproxy");
     if (!answer.ok) throw answer.status;
-    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const text = await answer.text();  // the head has another nonce, and is left out
+    const main = text.slice(text.indexOf("<main>"), text.indexOf("</main>"));
+    const page = new DOMParser().parseFromString(main, "text/html");
     for (const part of document.querySelectorAll("main > [id]")) {
-      const news = page.getElementById(part.id);
-      if (part.contains(document.activeElement)) continue;
+      const news = page.getElementById(part.id), focused = document.activeElement;
       part.className = news.className;
-      if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
+      if (news.innerHTML === part.innerHTML) continue;
+      const name = part.contains(focused) ? named(focused) : null;
+      part.innerHTML = news.innerHTML;
+      const again = [...part.querySelectorAll("a, button")].find((one) => named(one) === name);
+      if (name && again) again.focus({ preventScroll: true });
     }
-    document.title = page.title;
+    document.title = document.getElementById("state").textContent + " - kvproxy";
   } catch (error) {
     const state = document.getElementById("state");
     document.title = state.textContent = "kvproxy does not answer; this is what it told last";
@@ -5859,12 +6188,20 @@ setInterval(async () => {
 }, 3000);
 </script></body></html>
 """
-
-ITEM = """<li><p><a href="/kvproxy/requests/{0}" aria-label="Request {0}"><time>{1}</time></a>
-<span>{2}</span><code>{3}</code></p>{4}</li>"""
+MAIN = """
+<p id="off" class="fair">{off}</p>
+<p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
+<div id="facts">{facts}</div>{far}
+<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
+JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
+ITEM = '<li><p class="row">{0}</p>{1}</li>'
+COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
 
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
+MISSES = ("rewritten", "lost", "template")
+SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
+SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
 
 METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
     # (name, the label under which Metrics.counts holds its values or what gives its value, help)
@@ -5877,6 +6214,19 @@ METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] 
     ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
     ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
     ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
+    ("kvproxy_backend_up", lambda on: on.backend.up(), "Whether the server took the last request."),
+    ("kvproxy_build_info", "version", "The version of kvproxy."),
+    (
+        "kvproxy_first_byte_seconds_total",
+        lambda on: on.metrics.first_bytes[0],
+        "Seconds from a prompt to its answer's first byte, summed up.",
+    ),
+    ("kvproxy_first_bytes_total", lambda on: on.metrics.first_bytes[1], "Answers that began."),
+    (
+        "kvproxy_learned_shapes",
+        lambda on: len(on.editor.lifter.learner.shapes),
+        "What was seen to vary in system prompts.",
+    ),
     ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
     ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
     ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
@@ -5910,25 +6260,27 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        if not self.shows_prompts(request, peer):
+        near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
+        if path == "/kvproxy" and self.same_site(request):
+            return self.page(near, request.get("host"))
+        if not (near and self.same_site(request)):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
-        if path == "/kvproxy":
-            return self.page()
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
             return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+        wanted = request.get("accept")
+        as_json = "application/json" in wanted and "text/html" not in wanted
         for exchange in recent:
             if path == f"/kvproxy/requests/{exchange.number}":
+                return self.detail(exchange) if as_json else self.request_page(exchange)
+            if path == f"/kvproxy/requests/{exchange.number}.json":
                 return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
-    def shows_prompts(self, request: Request, peer: str) -> bool:
-        """Whether a request comes from this machine, and from no other site's page, as browsers
-        tell."""
-        if not is_loopback(peer) or any(map(FORWARDED.match, request.headers.keys())):
-            return False
+    def same_site(self, request: Request) -> bool:
+        """Whether a request comes from no other site's page, as browsers tell."""
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
         return ours and site in ("", "none", "same-origin")
@@ -5946,7 +6298,9 @@ class Pages:
         usage, start = exchange.usage, exchange.started
         row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
         row |= {"path": printable(request.path), "status": exchange.status}
-        row |= {"fault": exchange.fault or None, "report": dataclasses.asdict(exchange.report)}
+        row |= {"fault": exchange.fault or None, "error": exchange.error or None}
+        row |= {"client": client_of(exchange), "model": exchange.model or None}
+        row["report"] = dataclasses.asdict(exchange.report)
         row["conversation"] = exchange.trace.conversation or None
         row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
         row["verdict"] = dataclasses.asdict(verdict) if verdict else None
@@ -5955,28 +6309,34 @@ class Pages:
             key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
         }
 
-    def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded, and what differs between the two
-        prompts, where these are not too long. Takes at most ten times the body's memory, or 64
-        times DIFF_BYTES."""
-        row: Json = {**self.row(exchange), "diff": []}
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+    def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
+        """What stands about a request beside its bodies: what differs between the two prompts, and
+        where its tokens go, if the bodies are not too long."""
+        row: Json = {**self.row(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with contextlib.suppress(Unreadable, RecursionError):
             for raw in bodies:
-                if raw is not None and exchange.dialect is not None and len(raw) <= DIFF_BYTES:
+                if raw is not None and exchange.dialect is not None and comparable(raw):
                     view = view_of(parse(raw), exchange.dialect)
                     prompts.append(Prompt(view).segments if view is not None else [])
         if len(prompts) == 2:
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            count = self.proxy.token_counter(exchange)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
             row["diff"] = difference(*prompts)
-        body = json.dumps(row)[:-1].encode()
+        return row
+
+    def detail(self, exchange: Exchange) -> Answer:
+        """A request with its body as received and as forwarded. Takes at most ten times the memory
+        of the two."""
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        body = bytearray(row.encode("utf-8", "backslashreplace"))
+        del row
         for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
-            body += name
-            body += json.dumps(
-                None if raw is None else raw.decode("utf-8", "replace"), ensure_ascii=False
-            ).encode()
-        return 200, body + b"}", self.HEADERS, "application/json"
+            text = None if raw is None else raw.decode("utf-8", "replace")
+            body += name + json.dumps(text, ensure_ascii=False).encode()
+        body += b"}"
+        return 200, body, self.HEADERS, "application/json"
 
     def metrics(self) -> str:
         """Prometheus text format."""
@@ -5997,56 +6357,154 @@ class Pages:
 
     # --- the page ---------------------------------------------------------------------------------
 
-    def page(self) -> Answer:
-        """The page, complete without its script."""
-        nonce, metrics, config = uuid.uuid4().hex, self.proxy.metrics, self.proxy.config
-        with metrics.guard:
-            state, tone, hint = map(html.escape, self.state())
-            facts = self.facts()
-            rows = "".join(map(self.item, itertools.islice(reversed(metrics.recent), self.SHOWN)))
-        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
-        settings = dataclasses.asdict(config).items()
-        told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
-        parts = {"state": state, "tone": tone, "hint": hint, "facts": facts, "nonce": nonce}
-        parts |= {"rows": rows or f"<li>{none}.</li>", "settings": html.escape(told)}
-        parts["version"] = __version__
+    def html(self, title: str, main: str) -> Answer:
+        """A page of these parts, which are HTML."""
+        nonce = uuid.uuid4().hex
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
             " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
+        parts = {"title": title, "main": main, "nonce": nonce, "version": __version__}
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
-    def state(self) -> tuple[str, str, str]:
-        """What a person wants to know first, its tone, and what explains it."""
+    def page(self, near: bool = True, host: str = "") -> Answer:
+        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of a
+        prompt."""
+        proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
+        if not proxy.running:
+            proxy.backend.look()
+        with proxy.guard:
+            active = [one for one in proxy.active if one.dialect is not None]
+        with metrics.guard:
+            state, tone, hint = self.state(near)
+            facts, rows = self.facts(), "".join(map(self.running_item, reversed(active)))
+            recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
+        rows = f"<ol>{rows}</ol>" * bool(rows) + self.groups(recent, near)
+        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
+        fields = Config.__dataclass_fields__
+        off = [name for name in SWITCHES if not getattr(config, name)]
+        off = [f"{name.upper()}=0 ({fields[name].metadata['help']})" for name in off]
+        parts = {"state": html.escape(state), "tone": tone, "hint": hint, "facts": facts}
+        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "far": ""}
+        parts |= {"rows": rows or f"<p>{none}.</p>", "learned": self.learned() if near else ""}
+        more = ""
+        if near:
+            settings = dataclasses.asdict(config).items()
+            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
+            more += "<details><summary>Settings in force</summary><pre>"
+            more += html.escape(told) + "</pre></details>"
+        else:
+            found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
+            name = found[1].strip("[]") if found else "THAT-MACHINE"
+            line = COPY.format(html.escape(SHELL.format(port, name)))
+            parts["far"] = (
+                f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
+                f" http://127.0.0.1:{port}/kvproxy</p>"
+            )
+        return self.html(parts["state"], MAIN.format(**parts) + more)
+
+    def request_page(self, exchange: Exchange) -> Answer:
+        """A request for people."""
+        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
+        row, usage = self.compared(exchange, bodies), exchange.usage
+        title = f"Request {exchange.number}"
+        facts = {
+            "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time)),
+            "client": row["client"],
+            "model": exchange.model or "-",
+            "path": row["path"],
+            "status": str(exchange.status or "-"),
+            "tokens read": read_of(usage),
+            "time for": waits(exchange),
+        }
+        main = [f'<p class="state">{title}</p>{defined(facts)}', *self.verdict(exchange)]
+        if "where it goes" in row:
+            weights = row["where it goes"]
+            told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
+            told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
+            main.append(f"<h2>Where its tokens go, estimated</h2>{defined(told)}")
+        changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
+        main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
+        if exchange.answer:
+            main.append(f"<h2>The answer begins</h2><pre>{html.escape(exchange.answer)}</pre>")
+        for name, body in zip(("Received", "Forwarded"), bodies, strict=True):
+            size = "no longer kept" if body is None else f"{len(body):,} bytes"
+            text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
+            text += "\n..." if len(body or b"") > BODY_SHOWN else ""
+            same = " (the same)" if name == "Forwarded" and bodies[0] == body is not None else ""
+            main.append(
+                f"<details><summary>{name}: {size}{same}</summary><pre>{text}</pre></details>"
+            )
+        link = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
+        return self.html(title, "\n".join([*main, link]))
+
+    def state(self, near: bool) -> tuple[str, str, str]:
+        """What a person wants to know first, its tone, and what explains and cures it, as HTML.
+        Words of a prompt are for this machine only."""
         metrics = self.proxy.metrics
-        last = metrics.recent[-1] if metrics.recent else None
-        if last is not None and last.status in (502, 503, 504):
-            words = "is not ready" if last.status == 503 else "does not answer"
-            hint = last.fault or "It may be loading its model."
-            return f"The model server {words} ({last.status})", "bad", hint
+        last = next((one for one in reversed(metrics.recent) if not one.counting), None)
+        if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
+            return self.failure(last, near)
         if not metrics.window:
             reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
             if metrics.judged and not reported:
                 return "The server does not report what it reused", "fair", ""
-            hint = "Set your agent's base URL to this address and send something."
-            return "No prompt yet", "fair", hint
-        window = [(cached, prompt) for cached, prompt, name in metrics.window if name != "cold"]
-        firsts = counted(len(metrics.window) - len(window), "first prompt")
-        if not window:
+            return "No prompt yet", "fair", self.invitation()
+        judged = [one for one in metrics.window if one.verdict.name != "cold"]
+        judged = [one for one in judged if one.verdict.step != "first prompt"]
+        firsts = counted(len(metrics.window) - len(judged), "first prompt")
+        if not judged:
             hint = "Nothing can be reused until a conversation goes on."
-            return f"{firsts}, nothing to reuse so far", "fair", hint
-        rate = sum(cached for cached, _ in window) / max(1, sum(prompt for _, prompt in window))
-        hint = f"Share of prompt tokens in the last {counted(len(window), 'request')}"
-        hint += f"; {firsts} not counted."
-        if rate >= self.proxy.config.warn_reuse:
-            return f"The cache works: {int(100 * rate)}% reused", "good", hint
-        hint += f" {metrics.cause('cold').capitalize()}."
-        verdicts = [one.verdict for one in metrics.recent if one.verdict and not one.verdict.side]
-        lines = [verdict.line() for verdict in verdicts if verdict.line()]
-        hint += f" Last: {lines[-1]}" if lines else ""
-        return f"The cache misses: only {int(100 * rate)}% reused", "bad", hint
+            return f"{firsts}, nothing to reuse so far", "fair", paragraph(hint)
+        name, least = metrics.window[-1].conversation, self.proxy.config.warn_reuse
+        newest = [one for one in judged if one.conversation == name] or judged
+        rate, again = reused_share(newest) or 0.0, 0
+        while again < len(judged) and judged[-1 - again].missed(least):
+            again += 1
+        if rate >= least and again < 3:
+            hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
+            hint += f" conversation; {firsts} not counted."
+            return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
+        state = f"The cache misses: only {int(100 * rate)}% reused"
+        if again >= 3:
+            state = f"The last {again} prompts were read again: {judged[-1].verdict.name}"
+        hint, cure = f"{metrics.cause('cold').capitalize()}.", ""
+        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
+        if missed and near:
+            hint += f" Last: {spoken_line(missed[-1])}"
+            cure = copied(missed[-1].cure)
+        return state, "bad", paragraph(html.escape(hint)) + cure
+
+    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
+        """What state() tells when the last request failed."""
+        known, told = self.proxy.backend.known, html.escape(last.error or last.fault) * near
+        state = f"The last request failed ({last.status})"
+        if last.status in (502, 503, 504):
+            if known and "state" not in known:
+                told = paragraph(html.escape(self.server()))
+                return "The model server answers again", "fair", told
+            words = "is not ready" if last.status == 503 else "does not answer"
+            state = f"The model server {words} ({last.status})"
+            told = told or "It may be loading its model."
+        return state, "bad", paragraph(told)
+
+    def server(self) -> str:
+        """Where the model server is, and what it told of itself."""
+        known = described(self.proxy.backend.known)
+        return self.proxy.backend.name() + (f": {known}" if known else "")
+
+    def invitation(self) -> str:
+        """What to do when no prompt came yet, as HTML."""
+        url = html.escape(self.proxy.url)
+        told = "<p>Give your agent this address instead of the server's, and send something:</p>"
+        told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
+        there = html.escape(self.server())
+        if self.proxy.backend.known:
+            return f'{told}<p class="good">The model server answers at {there}</p>'
+        return f'{told}<p class="bad">No model server answers at {there}. {USUAL_PORTS}</p>'
 
     def facts(self) -> str:
         metrics, proxy = self.proxy.metrics, self.proxy
@@ -6058,7 +6516,7 @@ class Pages:
             "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
             "requests": f"{metrics.number:,}",
             "running now": str(proxy.running),
-            "server": proxy.backend.name(),
+            "server": self.server(),
         }
         if proxy.warmup.enabled:
             facts["warm-up"] = proxy.warmup.state
@@ -6066,32 +6524,136 @@ class Pages:
             facts["read ahead"] = told
         if metrics.idle_tokens:
             facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
-        pair = "<div><dt>{}</dt><dd>{}</dd></div>"
-        return "".join(pair.format(name, html.escape(value)) for name, value in facts.items())
+        saved = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
+        return defined(facts) + saved
 
-    def item(self, exchange: Exchange) -> str:
-        """A request in the list."""
-        usage, verdict, words = exchange.usage, exchange.verdict, ""
-        told = "reuse not reported"
+    def learned(self) -> str:
+        """What was seen to vary, as HTML."""
+        rows = ""
+        for shape in list(self.proxy.editor.lifter.learner.shapes):
+            words = learned(shape).partition("; to fix it")[0]
+            rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
+        return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
+
+    def groups(self, recent: list[Exchange], near: bool) -> str:
+        """The last requests, newest first, those of a conversation together, as HTML."""
+        names: dict[int, str] = {}
+        found: dict[str, list[Exchange]] = {}
+        for one in reversed(recent):
+            verdict = one.verdict or Verdict()
+            base = names.get(verdict.base) if verdict.name != "new branch" else ""
+            names[one.number] = base or one.trace.conversation
+        for one in recent:
+            found.setdefault(names[one.number], []).append(one)
+        told = ""
+        for name, requests in found.items():
+            title = f"Conversation {name[:8]}" if name else "Other requests"
+            rows = "".join(self.item(one, near) for one in requests)
+            told += f"<h3>{title}: {counted(len(requests), 'request')}</h3><ol>{rows}</ol>"
+        return told
+
+    def running_item(self, exchange: Exchange) -> str:
+        """A request that is being served, as HTML."""
+        seconds = duration(time.monotonic() - exchange.started)
+        what = "is answered" if exchange.begun else "waits for the server"
+        cells = [f"<b>{what}</b>", f"for {seconds}", *self.cells(exchange)]
+        return ITEM.format("".join(f"<span>{cell}</span>" for cell in cells), "")
+
+    def cells(self, exchange: Exchange) -> list[str]:
+        """Who asks whom for what, as HTML."""
+        cells = [client_of(exchange), exchange.model, printable(exchange.request.path)]
+        return [html.escape(cell) for cell in cells if cell]
+
+    def item(self, exchange: Exchange, near: bool) -> str:
+        """A request in the list, as HTML."""
+        usage, number = exchange.usage, exchange.number
+        told = f"{read_of(usage)} tokens read"
         if exchange.status != 200:
             told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
         elif exchange.counting:
             told = "counts tokens"
-        elif usage.cached is not None and usage.prompt:
-            told = f"{100 * usage.cached // usage.prompt}% of {usage.prompt:,} tokens reused"
+        elif usage.read() is None:
+            told = "reuse not reported"
+        when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
+        when = f"#{number} <time>{when}</time>"
+        if near:
+            when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
+        cells = [html.escape(told), waits(exchange), *self.cells(exchange)]
+        line = when + "".join(f"<span>{cell}</span>" for cell in cells)
+        return ITEM.format(line, "".join(self.verdict(exchange, near)))
+
+    def verdict(self, exchange: Exchange, near: bool = True) -> list[str]:
+        """What became of a request, why, and what cures it, as HTML."""
+        verdict, found = exchange.verdict, list[str]()
+        if near and (exchange.error or exchange.fault):
+            found.append(f'<p class="bad">{html.escape(exchange.error or exchange.fault)}</p>')
         if verdict is not None:
-            side = f" ({verdict.side} request)" if verdict.side else ""
-            tone, line = TONES.get(verdict.name, ""), html.escape(verdict.line())
-            words = f'<p><b class="{tone}">{verdict.name}</b>{side}: {VERDICTS[verdict.name]}</p>'
-            words += f'<p class="soft">{line}</p>' if line else ""
-        path, when = html.escape(printable(exchange.request.path)), time.localtime(exchange.time)
-        return ITEM.format(
-            exchange.number, time.strftime("%H:%M:%S", when), html.escape(told), path, words
-        )
+            kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
+            name = f'<b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>'
+            found.append(f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>")
+            if near and verdict.line():
+                found.append(f'<p class="soft">{html.escape(spoken_line(verdict))}</p>')
+                found.append(copied(verdict.cure))
+        return found
 
 
+def paragraph(text: str) -> str:
+    return f'<p class="soft">{text}</p>' if text else ""
+
+
+def defined(facts: dict[str, str]) -> str:
+    """Names and values as an HTML list."""
+    pair = "<div><dt>{}</dt><dd>{}</dd></div>"
+    pairs = (pair.format(html.escape(name), html.escape(value)) for name, value in facts.items())
+    return f"<dl>{''.join(pairs)}</dl>"
+
+
+def copied(setting: str) -> str:
+    """A setting with a button that copies it, as HTML."""
+    return f"<p>{COPY.format(html.escape(setting.partition(', which')[0]))}</p>" if setting else ""
+
+
+def spoken_line(verdict: Verdict) -> str:
+    """A verdict's line without the cure, which stands beside it."""
+    return verdict.line().removesuffix(verdict.cure).rstrip("; ")
+
+
+def client_of(exchange: Exchange) -> str:
+    """The program that sent a request."""
+    return visible(exchange.request.get("user-agent").partition(" ")[0])[:60] or "-"
+
+
+def read_of(usage: Usage) -> str:
+    """How many tokens of a prompt had to be read."""
+    return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
+
+
+def waits(exchange: Exchange) -> str:
+    """Time to the first byte, and in all."""
+    ends = {"first byte": exchange.begun, "all": exchange.ended}
+    times = [f"{name} {duration(at - exchange.started)}" for name, at in ends.items() if at]
+    return ", ".join(times) or "-"
+
+
+def diff_line(line: str) -> str:
+    """A line of a unified diff as HTML; what stays is not shown at length."""
+    kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
+    line = line if kind or len(line) <= STAYS_SHOWN else line[:STAYS_SHOWN] + " ..."
+    return f'<span class="{kind}">{html.escape(line)}</span>' if kind else html.escape(line)
+
+
+STAYS_SHOWN = 160  # characters
+BODY_SHOWN = 100_000  # bytes of a body on a request's page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
+
+
+def comparable(raw: bytes | bytearray) -> bool:
+    """Whether a body is short, and would take only a few times its size when it is parsed."""
+    if len(raw) > DIFF_BYTES:
+        return False
+    values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
+    return values < 10_000 or values <= 8 * len(raw)
 
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
@@ -6147,7 +6709,8 @@ def play(
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     server = urllib.parse.urlsplit(url)
     target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", **bearer(os.environ.get("API_KEY", ""))}
+    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
+    headers |= bearer(os.environ.get("API_KEY", ""))
 
     def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
         """An answer, and the ms until it began."""
@@ -6193,6 +6756,9 @@ def play(
         if not args.json:
             cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
             print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
+            if (name, turn, args.command) == ("straight", 1, "bench"):
+                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
+                print(f"At this pace, about {left} more.")
     return rows
 
 
@@ -6237,6 +6803,23 @@ def compare(args: Words, config: Config, name: str) -> None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
 
 
+def next_steps(config: Config, url: str) -> str:
+    """What to do after a demo or a bench, to be copied; the same in every shell."""
+    here = os.path.basename(__file__)
+    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
+    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
+    run = [f'"{word}"' if " " in word else word for word in run]
+    port = config.listen_port or 1234
+    if urllib.parse.urlsplit(url).port == port:
+        port += 1
+    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
+    here = f"http://127.0.0.1:{port}"
+    return (
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
+        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+    )
+
+
 class SimulatedServer(BaseHTTPRequestHandler):
     """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
     at MS a word."""
@@ -6272,7 +6855,8 @@ def command_demo(args: Words, config: Config) -> int:
         finally:
             server.shutdown()
     if not args.json:
-        print("\nWith your own server:  python kvproxy.py bench BACKEND_URL=http://127.0.0.1:8080")
+        print(next_steps(config, config.backend_url or CANDIDATES[0]))
+        print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6291,6 +6875,8 @@ def command_bench(args: Words, config: Config) -> int:
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"The run broke off: {error}", file=sys.stderr)
         return 1
+    if not args.json:
+        print(next_steps(config, url))
     return 0
 
 
@@ -6320,6 +6906,8 @@ def command_check(args: Words, config: Config) -> int:
         told.append("short context")
     for name in told or ["no fault"]:
         text = ADVICE[name].format(context=context)
+        if found["product"] == "LM Studio":
+            text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 
@@ -6386,9 +6974,12 @@ def command_inspect(args: Words, config: Config) -> int:
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
         cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        text = found.pop("cure") or advice(cause, config)
-        cured = f"kvproxy cures {found['cured']} of them. " if found["cured"] else ""
-        found["advice"] = f"{cured}{text[0].upper()}{text[1:]}."
+        cure = found.pop("cure")
+        text = cure or advice(cause, config)
+        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
+        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
+        found["advice"] = also.join(filter(None, (cured, text)))
         if found["cured"] == found["requests"]:
             found["advice"] = "kvproxy cures this: send the requests through it."
     if args.json:
@@ -6475,14 +7066,17 @@ class LogReader:
             settle(case, usage, self.config)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
         cured = self.as_sent(view, headers).name == "extended" and changed
-        verdict.cure = cure_of(case, self.config) if changed and not cured else ""
+        if changed:
+            verdict.advice = verdict.cure = ""
+        if changed and not cured:
+            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.cure or (verdict.advice if verdict.name == "lost" else "")
+            found["cure"] = verdict.remedy()
         return [found]
 
     def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
@@ -6576,7 +7170,8 @@ def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    form = "%(asctime)s %(levelname)s %(request)s%(message)s"
+    handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     proxy.log.addHandler(handler)
     try:
         proxy.start()
@@ -6596,6 +7191,7 @@ def command_serve(args: Words, config: Config) -> int:
         if found := proxy.backend.describe():
             proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
         else:
+            proxy.backend.lost()
             told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
             proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
         while True:

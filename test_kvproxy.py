@@ -2666,7 +2666,8 @@ def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, p
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
     counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=False"
-    assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
+    number, _, told = line.partition(" ")
+    assert number[0] == "#" and told.startswith(f"POST {path.split('?')[0]} | {counts}")
 
 
 @pytest.mark.parametrize(
@@ -6495,6 +6496,10 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ).encode()
     usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
     assert (usage.prompt, usage.cached) == (100, None)
+    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
+    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
+        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
+        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
@@ -6600,6 +6605,12 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
     "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
     "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
+    "block: beginnings": (
+        functools.partial(kvproxy.without_block, "(?s)<notes>.*?</notes>"),
+        ex_repeated("", "<notes>\n", "</note>"),
+    ),
+    "usage: no end": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
+    "usage: closings": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
     "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
     "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
     "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
@@ -7253,7 +7264,72 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
         ],
         "rewritten turn 1 (user) text",
-        r"REPLAY_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
+        r"STRIP_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
+    ),
+    "notes that move to the end in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+                {"role": "user", "content": EX_NOTES.format("blue").strip()},
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "",
+    ),
+    "notes that are renewed in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_NOTES.format("blue") + EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        "STRIP_REGEX='(?s)<notes>.*?</notes>'",
+    ),
+    "notes that go when they are old": (
+        [
+            ex_chat(EX_ASK, EX_SAID, EX_NOTES.format("red") + EX_THEN, "Nine.", "Thanks."),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+    ),
+    "a reminder that goes when it is old": (
+        [
+            ex_chat(
+                EX_ASK,
+                EX_SAID,
+                "<system-reminder>\nx\n</system-reminder>\n" + EX_THEN,
+                "Nine.",
+                "Thanks.",
+            ),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
+        ],
+        "rewritten turn 3 (user) text",
+        "",
+    ),
+    "a first message that goes and comes": (
+        [
+            ex_chat(EX_NOTES + EX_ASK),
+            ex_chat(EX_ASK, ex_thought("", tool_calls=EX_CALLS[:1]), EX_PAIR[0]),
+            (
+                ex_chat(
+                    EX_NOTES + EX_ASK,
+                    ex_thought("", tool_calls=EX_CALLS[:1]),
+                    EX_PAIR[0],
+                    ex_thought("So."),
+                    {"role": "user", "content": "x"},
+                ),
+                0.5,
+            ),
+        ],
+        "rewritten turn 1 (user) text",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
     "a frame around the text": (
         [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
@@ -7563,6 +7639,82 @@ def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> Non
     assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
 
 
+def test_explain_cure_tells_its_price() -> None:
+    line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
+    assert line.endswith(
+        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    )
+
+
+EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
+    # a part of the system prompt, what is told of its value, and the LIFT_REGEX
+    "a line": (
+        "The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^The hour is .*$",
+    ),
+    "a sentence": (
+        "Be kind. The hour is 2026-11-29 09:1{number}.",
+        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        "^Be kind\\. The hour is .*$",
+    ),
+    "a listing": (
+        "Files here:\n M src/{word}.py\nNo more files.",
+        (" M src/one.py", " M src/two.py"),
+        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["goes on", "new conversation"])
+@pytest.mark.parametrize("name", EX_LEARNED)
+def test_explain_what_was_learned(name: str, fresh: bool, rig: MakeRig) -> None:
+    """The one request that misses says what varied there, that it is lifted from now on, and which
+    setting spares it; with that, nothing misses."""
+    line, values, pattern = EX_LEARNED[name]
+    bodies = []
+    for number, word in enumerate(("one", "two", "three")):
+        system = f"{EX_RULES}\n{line.format(number=number, word=word)}\n{EX_LONG}"
+        turns = [f"Question {word}."] if fresh else [EX_ASK, "ok", EX_THEN, "ok", "Thanks."]
+        bodies.append(ex_chat(*turns[: 2 * number + 1], system=system))
+    found = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)
+    verdict = found[1].verdict
+    assert (verdict.where, verdict.before, verdict.after) == ("system", *values)
+    told = "; learned: it is lifted from now on; from the first request on with LIFT_REGEX="
+    assert verdict.line().endswith(f"{told}'{pattern}'")
+    later = "new branch" if fresh else "extended"
+    assert [one.verdict.name for one in found] == ["cold", "rewritten", later]
+    found = ex_exchange(rig(ex_llama(ex_template), lift_regex=(pattern,)), EX_CHAT_PATH, bodies)
+    assert [one.verdict.name for one in found] == ["cold", later, later]
+
+
+def test_explain_more_changed_than_was_learned(rig: MakeRig) -> None:
+    """What else changed is named."""
+    systems = (
+        f"{EX_RULES}\nThe hour is 2026-11-29 09:1{n}.\n{EX_LONG}\nMode: {mode}"
+        for n, mode in enumerate(("plan", "act"))
+    )
+    bodies = [
+        ex_chat(*more, system=system)
+        for system, more in zip(systems, ([EX_ASK], [EX_ASK, EX_SAID, EX_THEN]), strict=True)
+    ]
+    verdict = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)[1].verdict
+    assert (verdict.before, verdict.after) == ("Mode: plan", "Mode: act")
+    assert verdict.line().endswith("LIFT_REGEX='^Mode: .*$'")
+
+
+def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
+    """Of a stream: the time to its first byte, beside that of the conversation's first request."""
+    found = ex_exchange(rig(ex_scripted(None)), EX_CHAT_PATH, ex_talk(3))
+    assert [one.verdict.name for one in found] == ["cold", "not reported", "not reported"]
+    pattern = r"\d+ ms to the first byte for each 1,000 characters, after \d+ in this conversation's first request"
+    lines = [one.verdict.line() for one in found]
+    assert not lines[0] and all(re.fullmatch(pattern, line) for line in lines[1:])
+    size = ex_prompt(json.loads(found[0].forwarded)).size
+    first = 1_000_000 * (found[0].begun - found[0].sent) / size
+    assert {int(line.split("after ")[1].split()[0]) for line in lines[1:]} == {round(first)}
+
+
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
     """The rest of the prompt goes on, and kvproxy took nothing out."""
     line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
@@ -7728,7 +7880,10 @@ def test_explain_ledger_counts_what_texts_take() -> None:
     view = kvproxy.view_of(ex_chat("hi"), kvproxy.DIALECTS["chat/completions"])
     assert view is not None
     sent = kvproxy.Prompt(view)
-    assert kvproxy.Prompt(view, sent=sent).memory == 2 * sent.memory
+    longer = kvproxy.view_of(ex_chat("hi " * 999), kvproxy.DIALECTS["chat/completions"])
+    rows = 370 * len(sent.segments)  # equal texts are held once
+    assert kvproxy.Prompt(view, sent=sent).memory == sent.memory + rows
+    assert kvproxy.Prompt(longer, sent=sent).memory >= sent.memory + rows + 3 * 999
 
 
 def ex_done(
@@ -7908,7 +8063,8 @@ def test_explain_log_line(rig: MakeRig) -> None:
         "/v1/responses",
         [body("m-1"), body("m-2", *more, last, ex_openclaw("m-2", 49, "Go on."))],
     )
-    assert one.log.lines == [
+    lines = [re.sub(r" \| ms=[0-9]+", "", line) for line in one.log.lines]
+    assert lines != one.log.lines and lines == [
         "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
         + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold (first prompt)",
         "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
@@ -7958,17 +8114,17 @@ def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     one.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]})
     one.post("/v1/embeddings", {"input": "x"})
     one.answer(b"GET /\x9b31m\xff?q HTTP/1.1\r\nHost: a\r\n\r\n", "GET")
+    lines = [re.sub(r" \| ms=[0-9]+", "", line) for line in one.log.lines]
     start = "POST /v1/chat/completions | items={} | ts_removed=0 | msg_ids_removed=0 | items_modified=0 | stream=False"
-    assert one.log.lines[0].startswith(
+    assert lines[0].startswith(
         start.format(0) + " | reused=1/3 (33.3%) | prompt_ms=3 | forwarded as it came: not JSON"
     )
-    assert one.log.lines[1] == start.format(2) + " | status=503"
-    assert one.log.lines[2] == "GET /v1/models | status=200"
-    assert one.log.lines[3].startswith(
-        "POST /v1/messages/count_tokens | items=1 "
-    ) and one.log.lines[3].endswith("stream=False")
-    assert one.log.lines[4] == "POST /v1/embeddings | status=200"
-    assert one.log.lines[5] == "GET /\\x9b31m\\xff | status=200"
+    assert lines[1] == start.format(2) + " | model=m | status=503 | Loading model"
+    assert lines[2] == "GET /v1/models | status=200"
+    assert lines[3].startswith("POST /v1/messages/count_tokens | items=1 ")
+    assert lines[3].endswith("stream=False")
+    assert lines[4] == "POST /v1/embeddings | status=200"
+    assert lines[5] == "GET /\\x9b31m\\xff | status=200"
 
 
 @pytest.mark.parametrize(
@@ -8142,7 +8298,7 @@ def test_explain_template_that_renders_old_turns_otherwise(rig: MakeRig) -> None
     assert names == ["cold (tool step)", "extended (tool step)", "template (user turn)"]
     verdict = found[2].verdict
     assert verdict.where == "turn 2 (assistant)" and verdict.expected == found[1].usage.prompt
-    assert one.log.lines[-1].strip() == verdict.advice
+    assert one.log.lines[-1] == f"    {verdict.advice}"
     assert "renders turn 2 (assistant) otherwise than before ('<think>" in verdict.advice
     assert "--chat-template-file" in verdict.advice
     asked = [seen for seen in one.server.seen if seen.target == "/apply-template"]
@@ -8160,6 +8316,38 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     assert (verdict.name, verdict.kind) == ("lost", "taken")
     assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
+
+
+def test_explain_template_of_other_bodies_than_chats(rig: MakeRig) -> None:
+    """The server renders chats only; so the template stays a possible cause."""
+    one = rig(ex_scripted((0, 1000, 1.0), (0, 1100, 1.0)))
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a line"}
+    turns: list[Any] = [
+        {"role": "user", "content": EX_HI},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    bodies = [{"system": EX_LONG, "messages": turns[:count], "stream": True} for count in (3, 5)]
+    found = ex_exchange(one, "/v1/messages", bodies)
+    assert found[1].verdict.name == "lost"
+    assert found[1].verdict.advice.endswith(
+        "; or else the chat template renders old turns in another way now"
+        " (/apply-template tells that of chat completions only)"
+    )
+    assert {seen.target for seen in one.server.seen} <= {"/v1/messages", "/props", "/v1/models"}
+
+
+def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> None:
+    done = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+    other = ex_chat("Other words.", system=EX_LONG + "And more. " * 300)
+    bodies = [ex_loop(1), other, ex_loop(1, *done)]
+    for thinking, words in ((False, "another conversation"), (True, "--chat-template-file")):
+        one = rig(ex_llama(functools.partial(ex_template, thinking=thinking)))
+        line = ex_exchange(one, EX_CHAT_PATH, bodies)[2].verdict.line()
+        assert words in line and "or else" not in line
 
 
 def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
@@ -11234,7 +11422,10 @@ def test_files_log_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
         server.close()
     lines = log.read_text("utf-8").splitlines()
     assert lines[0] == "from before" and err == b""
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} kvproxy ", lines[1])
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO kvproxy ", lines[1])
+    assert any(
+        re.search(r",[0-9]{3} INFO #1 POST /v1/chat/completions \| items=", line) for line in lines
+    )
 
 
 @pytest.mark.parametrize("name", ["LOG_FILE", "CAPTURE_FILE", "WARMUP_FILE"])
@@ -11705,7 +11896,11 @@ def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
         one.get(page).body
         for page in ("/kvproxy", "/kvproxy/requests", "/kvproxy/metrics", "/kvproxy/health")
     ]
-    told += [one.get(f"/kvproxy/requests/{number}").body for number in range(12)]
+    told += [
+        one.get(f"/kvproxy/requests/{number}{form}").body
+        for number in range(12)
+        for form in ("", ".json")
+    ]
     told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
     assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
     row = ex_rows(path)[0]
@@ -13263,7 +13458,8 @@ def test_status_page_before_any_request(rig: MakeRig) -> None:
     assert "No prompt yet" in text and "None yet." in text
     assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
     assert one.get("/kvproxy/requests").json() == {"requests": []}
-    assert one.server.seen == []  # the backend was not asked
+    assert {seen.target for seen in one.server.seen} == {"/props", "/v1/models"}  # once
+    assert len(one.server.seen) == 2
 
 
 def test_status_page(rig: MakeRig) -> None:
@@ -13285,7 +13481,8 @@ def test_status_page(rig: MakeRig) -> None:
     main = text.split("<main>")[1].split("</main>")[0]
     assert re.search(r'role="status" class="state good">The cache works: \d\d% reused<', main)
     assert "<title>The cache works" in text
-    assert "rewritten</b>: the client changed earlier content" in main and "(title request)" in main
+    assert "rewritten</b> (user turn): the client changed earlier content" in main
+    assert "(title request)" in main
     assert (
         "alert(" in main and "<script" not in main and "&lt;script&gt;" in main
     )  # the prompt's text is only text
@@ -13364,7 +13561,7 @@ def test_status_page_does_not_blame_first_prompts(rig: MakeRig) -> None:
     firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
     ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
-    verdicts = [name for _, _, name in one.proxy.metrics.window]
+    verdicts = [judged.verdict.name for judged in one.proxy.metrics.window]
     assert verdicts.count("cold") > verdicts.count("rewritten") == 3
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert "Most often (3 of 10): rewritten, " in text
@@ -13396,7 +13593,7 @@ def test_status_requests(rig: MakeRig) -> None:
         and row["conversation"]
     )
     assert 0 <= row["first_byte_ms"] <= row["total_ms"]
-    detail = one.get("/kvproxy/requests/1").json()
+    detail = one.get("/kvproxy/requests/1.json").json()
     assert detail["received"].encode() == raw
     assert json.loads(detail["forwarded"])["messages"][0]["content"] == "Hello\nyou"
     changes = [line for line in detail["diff"] if line[0] in "+-"]
@@ -13406,7 +13603,7 @@ def test_status_requests(rig: MakeRig) -> None:
         "-[Wed 2026-02-18 20:48 UTC] Hello",
         "+Hello",
     ]
-    same = one.get("/kvproxy/requests/2").json()
+    same = one.get("/kvproxy/requests/2.json").json()
     assert same["diff"] == [] and same["received"] == same["forwarded"]
     for number in ("0", "3", "x", "1/2", "", "-1", "01"):
         answer = one.get(f"/kvproxy/requests/{number}")
@@ -13422,7 +13619,7 @@ def test_status_requests_that_were_not_json(rig: MakeRig) -> None:
         EX_CHAT_PATH,
         [b"\xff\xfe{", b'{"messages": [' + b"[" * 3000 + b"]" * 3000 + b"]}", stamped + deep],
     )
-    assert one.get("/kvproxy/requests/1").json()["diff"] == []
+    assert one.get("/kvproxy/requests/1.json").json()["diff"] == []
     assert one.get("/kvproxy/requests/2").status == 200 and one.get("/kvproxy").status == 200
     assert one.get("/kvproxy/requests/3").status == 200
 
@@ -13431,7 +13628,7 @@ def test_status_difference_of_a_long_text_is_left_out(rig: MakeRig, monkeypatch:
     monkeypatch.setattr(kvproxy, "DIFF_LINES", 30)
     one = rig(strip_regex=("zap ",))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("zap Hello" + "\nline" * 40)])
-    detail = one.get("/kvproxy/requests/1").json()
+    detail = one.get("/kvproxy/requests/1.json").json()
     assert detail["diff"] == ["turn 1 (user): too long for a diff"]
     assert "Hello" in detail["forwarded"]
 
@@ -13466,6 +13663,9 @@ STATUS_HEAVY = {
     "space": (b"", b" ", b"1"),
     "deep": (b"[" * 900, b"[],", b"1" + b"]" * 900),
 }
+
+
+STATUS_VALUES = ("numbers, nested", "objects", "lists", "numbers", "short texts", "deep")
 
 
 def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
@@ -13503,13 +13703,18 @@ def test_status_detail_takes_ten_times_the_body(kind: str, monkeypatch: Patch) -
     assert status_peak(status_heavy(kind, 40_000)) < 10 * 40_000 + 600_000
 
 
+@pytest.mark.parametrize("size", [4_000, 40_000, 400_000])
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
-def test_status_detail_with_a_difference_is_bounded(kind: str) -> None:
-    """Bodies that are short enough to be compared may take more, but not much."""
-    exchange = status_heavy(kind, 40_000)
-    assert status_peak(exchange) < 80 * 40_000  # Python 3.10 has the largest dicts
+def test_status_detail_with_a_difference_is_bounded(kind: str, size: int) -> None:
+    """Ten times the two bodies; those that would take more are not compared."""
+    exchange = status_heavy(kind, size)
+    assert status_peak(exchange) < 10 * exchange.size()
     detail = json.loads(Proxy(Config()).pages.detail(exchange)[1])
-    assert [row for row in detail["diff"] if row[0] in "-+"][-1] == "+after"
+    added = [row for row in detail["diff"] if row[0] in "-+"][-1:]
+    assert added == ([] if kind in STATUS_VALUES else ["+after"])
+    assert [detail[name] for name in ("received", "forwarded")] == [
+        raw.decode() for raw in (exchange.received, exchange.forwarded)
+    ]
 
 
 @pytest.mark.parametrize("kind", STATUS_HEAVY)
@@ -13530,7 +13735,7 @@ def test_status_detail_has_bodies_whole(rig: MakeRig) -> None:
             ex_chat("\u00fc\U0001f600\ud800" * 20000), ensure_ascii=shift > 2
         ).encode("utf-8", "replace")
         one.post(EX_CHAT_PATH, raw)
-        detail = one.get(f"/kvproxy/requests/{shift + 1}").json()
+        detail = one.get(f"/kvproxy/requests/{shift + 1}.json").json()
         assert detail["received"] == detail["forwarded"] == raw.decode()
 
 
@@ -13655,7 +13860,8 @@ def test_status_pages_by_method(rig: MakeRig, path: str) -> None:
     assert (
         peer.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()).response().status == 200
     )  # the body was read
-    assert {seen.target for seen in one.server.seen} <= {EX_CHAT_PATH, "/tokenize"}
+    asked = {seen.target for seen in one.server.seen}
+    assert asked <= {EX_CHAT_PATH, "/props", "/v1/models", "/tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -13742,6 +13948,7 @@ def test_status_other_sites_see_nothing(ex_asked: Rig, headers: str, status: int
             ]
 
 
+STATUS_OPEN = ("/kvproxy", "/kvproxy/metrics", "/kvproxy/health")  # to other machines
 STATUS_FORWARDED = ("Forwarded: for=10.0.0.9", "x-forwarded-for: 10.0.0.9", "X-Forwarded-Proto: https", "X-FORWARDED-HOST: a",
                     "X-Forwarded-Anything:", "X-Real-IP: 127.0.0.1", "Via: 1.1 box")  # fmt: skip
 
@@ -13753,7 +13960,7 @@ def test_status_shows_no_prompt_through_a_web_server(rig: MakeRig, header: str) 
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("a secret prompt")])
     for path in EX_PAGES:
         answer = one.get(path, header + "\r\n")
-        open_to_all = path in ("/kvproxy/metrics", "/kvproxy/health")
+        open_to_all = path in STATUS_OPEN
         assert answer.status == (200 if open_to_all else 403), path
         assert open_to_all or b"web server" in answer.body
         assert b"secret prompt" not in answer.body
@@ -13773,10 +13980,26 @@ def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: in
     for path in EX_PAGES:
         request = request_head("GET", path, Host="192.168.1.7")
         answer = one.proxy.pages.answer(request, peer)
-        assert answer[0] == (200 if path in ("/kvproxy/metrics", "/kvproxy/health") else status), (
-            path
-        )
+        assert answer[0] == (200 if path in STATUS_OPEN else status), path
         assert status == 200 or b"secret prompt" not in answer[1]
+
+
+def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
+    """The server is asked when the page is opened, with the client's key; not while it works."""
+    tools = [tool_of("chat", f"t{n}", "word " * 50 * n) for n in range(7)]
+    one = rig(ex_llama(ex_template))
+    body = ex_chat("one two three", system="be good", tools=tools)
+    ex_exchange(one, EX_CHAT_PATH, [body], "Authorization: Bearer k1\r\n")
+    found = one.get("/kvproxy/requests/1.json").json()["where it goes"]
+    assert (found["system"], found["turns"], found["estimated"]) == (2, 3, False)
+    counts = {tool["function"]["name"]: len(json.dumps(tool).split()) for tool in tools}
+    assert found["tools"] == sum(counts.values())
+    assert found["largest tools"] == {f"t{n}": counts[f"t{n}"] for n in (6, 5, 4, 3, 2)}
+    asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
+    assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
+    one.proxy.still.clear()
+    assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
+    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 8
 
 
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
@@ -13784,13 +14007,349 @@ def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
     one = rig(ex_scripted((0, 900, 1.0)))
     ex_exchange(one, EX_CHAT_PATH, [ex_chat("one two three", system="be good", tools=tools)])
-    found = one.get("/kvproxy/requests/1").json()["where it goes"]
+    found = one.get("/kvproxy/requests/1.json").json()["where it goes"]
     assert found["estimated"] is True
     assert list(found["largest tools"]) == ["t6", "t5", "t4", "t3", "t2"]
     assert sum(found["largest tools"].values()) <= found["tools"]
     assert found["tools"] > found["turns"] > found["system"] > 0
     whole = found["system"] + found["tools"] + found["turns"]
     assert whole == pytest.approx(900, abs=9)
+
+
+# --- what was learned, errors, the page's words ---------------------------------------------------
+
+STATUS_LEARNED = "LIFT_REGEX='Your ID is .+'"
+
+
+def status_varying(number: int, *turns: str) -> Json:
+    """A request whose system prompt has an id in its last lines."""
+    ident = hashlib.md5(b"%d" % number).hexdigest()
+    system = f"{EX_LONG * 12}\nYour ID is {ident}\nBe nice.\n"
+    return ex_chat(*turns or ("hi there",), system=system, stream=True, model="big")
+
+
+def status_learning(one: Rig) -> None:
+    ex_exchange(one, EX_CHAT_PATH, [status_varying(1), status_varying(2)])
+
+
+def test_server_tells_what_was_learned_once(rig: MakeRig) -> None:
+    one = rig(ex_caching(), log_level="info")
+    status_learning(one)
+    ex_exchange(one, EX_CHAT_PATH, [status_varying(3)])
+    told = [line for line in one.log.lines if line.startswith("learned: ")]
+    wanted = 'learned: system line "Your ID is #" varies, lifted; to fix it: ' + STATUS_LEARNED
+    assert told == [wanted]
+    assert one.log.lines.index(wanted) == 1  # right before the request that it was learned from
+
+
+def test_server_tells_of_a_learned_block(rig: MakeRig) -> None:
+    one = rig(ex_caching(), log_level="info")
+    for files in ("M a.py", "M a.py\n?? b.py", "D c.py"):
+        system = f"{EX_LONG * 12}\nFiles that changed:\n{files}\nThat is all.\n"
+        ex_exchange(one, EX_CHAT_PATH, [ex_chat("hi there", system=system)])
+    (told,) = [line for line in one.log.lines if line.startswith("learned: ")]
+    assert told.startswith("learned: system block between 'Files that changed:' and 'That is all.'")
+    pattern = told.partition("LIFT_REGEX=")[2][1:-1]
+    assert re.search(pattern, system)[0] == "D c.py"  # type: ignore[index]
+
+
+def test_server_learns_nothing_with_learn_off(rig: MakeRig) -> None:
+    one = rig(ex_caching(), log_level="info", learn=False)
+    status_learning(one)
+    assert not [line for line in one.log.lines if line.startswith("learned: ")]
+    assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 0
+    text = one.get("/kvproxy").body.decode()
+    assert ">Learned<" not in text and "Switched off: LEARN=0 (" in text
+
+
+def test_status_lists_what_was_learned(rig: MakeRig) -> None:
+    one = rig(ex_caching())
+    status_learning(one)
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert '>Learned</h2><ol><li><p class="row">system line "Your ID is #" varies, lifted<' in text
+    assert f'data-copy="{STATUS_LEARNED}"' in text
+    assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 1
+    assert b"Your ID" not in one.get("/kvproxy", "Via: 1.1 box\r\n").body
+
+
+def test_warmup_file_keeps_what_was_learned(rig: MakeRig, tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    first = rig(ex_caching(), warmup_file=str(path))
+    status_learning(first)
+    assert json.loads(path.read_text())["learned"] == [["Your ID is #", "", ""]]
+    first.close()
+    one = rig(ex_caching(), warmup_file=str(path), log_level="info")
+    sent = one.forwarded(EX_CHAT_PATH, status_varying(3))
+    assert "Your ID" not in sent["messages"][0]["content"]
+    assert "Your ID is" in sent["messages"][1]["content"]
+    assert not [line for line in one.log.lines if line.startswith("learned: ")]  # it was, once
+    one.finished(1)
+    assert json.loads(path.read_text())["learned"] == [["Your ID is #", "", ""]]
+    off = rig(ex_caching(), warmup_file=str(path), learn=False)
+    sent = off.forwarded(EX_CHAT_PATH, status_varying(4))
+    assert "Your ID" in sent["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "learned",
+    [5, [5], [["a"]], [["", "", "x"]], [["#", "", ""]], [["abc", 1, ""]], [[[], ["a"], ["b"]]]],
+)
+def test_warmup_file_with_what_was_never_learned(
+    rig: MakeRig, tmp_path: Path, learned: Any
+) -> None:
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps({"learned": learned}))
+    one = rig(ex_caching(), warmup_file=str(path), log_level="warning")
+    assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
+    assert one.proxy.editor.lifter.learner.shapes == {}
+    status_learning(one)
+    assert json.loads(path.read_text())["learned"] == [["Your ID is #", "", ""]]
+
+
+STATUS_FULL = "request (40000 tokens) exceeds the available context size (32768 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "told"),
+    [
+        (400, {"error": {"message": STATUS_FULL}}, f"{STATUS_FULL} (kvproxy: raise -c, lower -np, "),
+        (400, {"error": "no such model"}, "no such model"),
+        (500, b"<h1>Oops</h1>\n\x1b[31mred", "<h1>Oops</h1> \\x1b[31mred"),
+        (401, {"error": {"message": "wrong key k-12345678, see ?a=q-12345678"}}, "wrong key ***, see ?a=***"),
+        (404, {"error": {"message": "x" * 999}}, "x" * 200),
+        (500, b"[" * 5000, "[" * 200),
+        (500, {"error": ["odd"]}, "['odd']"),
+    ],
+)  # fmt: skip
+def test_status_shows_a_servers_error(rig: MakeRig, status: int, answer: Any, told: str) -> None:
+    """In the log, in the row, on the page, and on the request's page; the client gets all of it."""
+    one = rig(lambda link, seen: link.reply(answer, status), log_level="info")
+    key = "Authorization: Bearer k-12345678\r\n"
+    got = one.post(EX_CHAT_PATH + "?a=q-12345678", ex_chat(EX_HI), key)
+    assert got.status == status and (got.json() if isinstance(answer, dict) else got.body) == answer
+    one.finished(1)
+    pages = one.get("/kvproxy"), one.get("/kvproxy/requests/1")
+    row = one.get("/kvproxy/requests").json()["requests"][0]
+    shown = [kvproxy.html.unescape(page.body.decode()) for page in pages]
+    assert row["error"].startswith(told) and len(row["error"]) < 300
+    assert f">The last request failed ({status})<" in shown[0]
+    assert all(row["error"] in text for text in (*shown, one.log.lines[0]))
+    assert not any("12345678" in text for text in (*shown, *one.log.lines))
+    assert row["error"] not in one.get("/kvproxy", "Via: 1.1 box\r\n").body.decode()
+
+
+def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
+    one = rig(lambda link, seen: link.reply({"error": "Unexpected endpoint"}), log_level="info")
+    one.post("/v1/v1/chat/completions", ex_chat(EX_HI))
+    one.finished(1)
+    hint = "/v1 stands there twice: leave it out of the agent's base URL"
+    assert one.log.lines == [f"POST /v1/v1/chat/completions | status=200 | {hint}"] or (
+        one.log.lines[0].endswith(hint)
+    )
+    assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+
+
+def test_server_keeps_the_lines_of_a_request_together(rig: MakeRig) -> None:
+    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info", warn_reuse=0.0, learn=False)
+    numbers: list[str] = []
+
+    class Slow(kvproxy.logging.Handler):
+        def emit(self, record: Any) -> None:
+            numbers.append(record.request)
+            threading.Event().wait(0.002)  # lets another request's thread run
+
+    one.proxy.log.addHandler(Slow())
+
+    def client(name: int) -> None:
+        for number in range(5):
+            system = f"Gauge {name}: {number}\n{EX_LONG} {name}"
+            one.post(EX_CHAT_PATH, ex_chat(f"I am {name}", system=system))
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    one.finished(30)
+    wait_for(lambda: len(set(numbers)) == 30, "all lines")
+    runs = [name for name, _ in itertools.groupby(numbers)]
+    assert len(numbers) > len(runs) == 30
+
+
+def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
+    one = rig(log_level="info")
+    port = one.server.port
+    one.server.close()
+    assert one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status == 502
+    one.finished(1)
+    metrics = ex_metrics(one.get("/kvproxy/metrics").body.decode())
+    assert metrics["kvproxy_backend_up"] == 0
+    text = one.get("/kvproxy").body.decode()
+    assert ">The model server does not answer (502)<" in text and "cannot be reached" in text
+    one.server = FakeServer(port=port)
+    one.proxy.backend.next_question = 0.0  # ten seconds later
+    text = one.get("/kvproxy").body.decode()
+    assert ">The model server answers again<" in text
+    for _ in range(2):
+        assert one.post(EX_CHAT_PATH, ex_chat(EX_HI)).status == 200
+    found = [line for line in one.log.lines if line.startswith("backend found: ")]
+    assert found == [f"backend found: http://127.0.0.1:{port} answers"]
+    metrics = ex_metrics(one.get("/kvproxy/metrics").body.decode())
+    assert metrics["kvproxy_backend_up"] == 1
+    assert metrics[f'kvproxy_build_info{{version="{kvproxy.__version__}"}}'] == 1
+    assert metrics["kvproxy_first_bytes_total"] == 2
+    assert metrics["kvproxy_first_byte_seconds_total"] > 0
+
+
+def test_status_without_a_prompt_invites(rig: MakeRig) -> None:
+    """The address to copy, and whether the server answers; a server that is away is not asked on
+    every look."""
+    props = {"total_slots": 4, "model_path": "/m/big.gguf", "default_generation_settings": {"n_ctx": 8}}  # fmt: skip
+    one = rig(ex_answers({"/props": props, "/v1/models": EX_MODELS}))
+    text = one.get("/kvproxy").body.decode()
+    assert (
+        f'<code>{one.proxy.url}/v1</code> <button type="button" data-copy="{one.proxy.url}/v1"'
+        in text
+    )
+    assert (
+        f"The model server answers at {one.server.url}: llama-server, slots 4, context 8, model big.gguf"
+        in text
+    )
+    away = rig()
+    away.server.close()
+    text = away.get("/kvproxy").body.decode()
+    assert f"No model server answers at {away.server.url}. llama-server listens on" in text
+    away.server = FakeServer(port=away.server.port)
+    assert "No model server answers" in away.get("/kvproxy").body.decode()
+    assert away.server.seen == []
+
+
+def test_status_headline_judges_the_newest_conversation(rig: MakeRig) -> None:
+    one = rig(ex_scripted(*[(990, 10, 1.0)] * 12, (0, 1000, 9.0)))
+    system = "Other words of a system prompt. " * 30
+    ex_exchange(one, EX_CHAT_PATH, [*ex_talk(12), *ex_talk(2, system, "other")])
+    assert ">The cache misses: only 0% reused</p>" in one.get("/kvproxy").body.decode()
+    assert one.proxy.metrics.hit_rate() > 0.8
+
+
+def test_status_headline_turns_after_three_misses(rig: MakeRig) -> None:
+    """With the cause, and its cure beside it."""
+    one = rig(ex_scripted(*[(990, 10, 1.0)] * 16, (0, 1000, 9.0)))
+    gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
+    ex_exchange(one, EX_CHAT_PATH, [*ex_talk(16), *gauge])
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert ">The last 3 prompts were read again: rewritten</p>" in text
+    assert one.proxy.metrics.hit_rate() > 0.7
+    hint = text.split('<div id="hint">')[1].split("</div>")[0]
+    cure = "LIFT_REGEX='^Token gauge: .*$'"
+    assert hint.endswith(f'data-copy="{cure}">copy</button></p>') and hint.count(cure) == 2
+    far = one.get("/kvproxy", "Via: 1.1 box\r\n").body.decode()
+    assert ">The last 3 prompts were read again" in far and "gauge" not in far
+
+
+@pytest.mark.parametrize("name", ["scrub", "replay", "lift", "learn", "system_first"])
+def test_status_tells_first_what_is_switched_off(rig: MakeRig, name: str) -> None:
+    text = rig(**{name: False}).get("/kvproxy").body.decode()
+    main = text.split("<main>")[1].strip()
+    assert main.startswith(f'<p id="off" class="fair">Switched off: {name.upper()}=0 (')
+    assert '<p id="off" class="fair"></p>' in rig().get("/kvproxy").body.decode()
+
+
+def test_status_rows(rig: MakeRig) -> None:
+    """Client, model, tokens, times and verdict; one that runs is a row as well."""
+    go_on, begun = threading.Event(), threading.Event()
+    caching = ex_caching()
+
+    def script(link: Link, seen: Seen) -> None:
+        if b"Wait!" in seen.body:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+        caching(link, seen)
+
+    one = rig(script)
+    agent = "User-Agent: Claw/2.1 <b> (linux)\r\n"
+    bodies = [{**body, "model": "big<i>"} for body in ex_talk(2)]
+    ex_exchange(one, EX_CHAT_PATH, bodies, agent)
+    peer = threading.Thread(target=one.post, args=(EX_CHAT_PATH, ex_chat("Wait!"), agent))
+    peer.start()
+    assert begun.wait(PATIENCE)
+    main = one.get("/kvproxy").body.decode().split('<div id="requests">')[1].split("</main>")[0]
+    running, rest = main.split("<h3>", 1)
+    assert (
+        "<b>waits for the server</b></span><span>for 0.0 s</span><span>Claw/2.1</span>" in running
+    )
+    assert running.count("<li>") == 1 and rest.count("<li>") == 2
+    go_on.set()
+    peer.join(PATIENCE)
+    one.finished(3)
+    usage = one.proxy.metrics.recent[1].usage
+    row = rest.split("<li>")[1]
+    assert re.search(
+        rf"<span>{usage.read()} of {usage.prompt} tokens read</span><span>first byte \S+ s, all \S+ s"
+        r"</span><span>Claw/2.1</span><span>big&lt;i&gt;</span><span>/v1/chat/completions</span>",
+        row,
+    )
+    assert '<b class="good">extended</b> (user turn): ' in row
+    told = one.get("/kvproxy/requests").json()["requests"][1]
+    assert (told["client"], told["model"], told["error"]) == ("Claw/2.1", "big<i>", None)
+    assert "waits for the server" not in one.get("/kvproxy").body.decode()
+
+
+def test_status_groups_conversations(rig: MakeRig) -> None:
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    first, other = ex_talk(3), ex_talk(2, "Other words of a system prompt. " * 30, "other")
+    ex_exchange(one, EX_CHAT_PATH, [first[0], other[0], first[1], other[1], first[2]])
+    main = one.get("/kvproxy").body.decode()
+    heads = re.findall(r"<h3>Conversation [0-9a-f]{8}: (\d) requests</h3>", main)
+    assert heads == ["3", "2"]
+    assert re.findall(r'href="/kvproxy/requests/(\d)"', main) == ["5", "3", "1", "4", "2"]
+
+
+def test_status_request_is_a_page(rig: MakeRig) -> None:
+    one = rig(ex_caching(), **STAMPED_OFF)
+    stamped = "[Wed 2026-02-18 20:48 UTC] Hello </pre><script>alert(1)</script>\nyou"
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat(stamped, stream=True)])
+    answer = one.get("/kvproxy/requests/1", "Accept: text/html,application/json;q=0.9\r\n")
+    text = answer.body.decode()
+    assert answer.get("Content-Type") == "text/html; charset=utf-8"
+    assert "script-src 'nonce-" in answer.get("Content-Security-Policy")
+    plain = kvproxy.html.unescape(text)
+    assert f'<span class="del">-{stamped.split(chr(10))[0]}</span>' in plain
+    assert '<span class="add">+Hello </pre>' in plain and "<script>alert" not in text
+    assert "<h2>The answer begins</h2><pre>hi</pre>" in text
+    assert '<a href="/kvproxy/requests/1.json">' in text
+    assert "<summary>Received: " in text and "<summary>Forwarded: " in text
+    assert json.dumps(stamped)[1:-1].replace("\\", "") in plain.replace("\\", "")
+    for path, accept in (("1.json", "text/html"), ("1", "application/json")):
+        answer = one.get(f"/kvproxy/requests/{path}", f"Accept: {accept}\r\n")
+        assert answer.get("Content-Type") == "application/json"
+        assert json.loads(answer.json()["received"])["messages"][1]["content"] == stamped
+        assert answer.json()["answer"] == "hi"
+
+
+def test_status_request_page_is_bounded(rig: MakeRig) -> None:
+    """Escaping makes six characters of one, so that long bodies are cut there."""
+    one = rig(ex_caching(), scrub=False)
+    ex_exchange(one, EX_CHAT_PATH, [ex_chat("<&" * 1_000_000)])
+    assert len(one.get("/kvproxy/requests/1").body) < 12 * kvproxy.BODY_SHOWN + 20_000
+    assert len(one.get("/kvproxy/requests/1.json").body) > 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("box.lan:1234", "box.lan"), ("192.168.1.7", "192.168.1.7"), ("[fe80::7]:9", "fe80::7")]
+)  # fmt: skip
+def test_status_from_another_machine(rig: MakeRig, host: str, name: str) -> None:
+    """The page without a word of a prompt, and the line that shows them."""
+    one = rig(ex_scripted((0, 1000, 9.0)), listen_host="0.0.0.0")
+    secret = [ex_talk(n + 1, f"Secret gauge: {n}\n{EX_LONG}", "secret")[-1] for n in range(4)]
+    ex_exchange(one, EX_CHAT_PATH, secret)
+    status, body, _, _ = one.proxy.pages.answer(
+        request_head("GET", "/kvproxy", Host=host), "10.0.0.9"
+    )
+    text = bytes(body).decode()
+    assert status == 200 and f"ssh -L {one.port}:127.0.0.1:{one.port} {name}" in text
+    assert "read again" in text and "tokens read</span>" in text and "rewritten</b>" in text
+    assert not re.search('(?i)secret|gauge|href="/kvproxy/requests|Settings in force', text)
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -13823,13 +14382,13 @@ def test_status_page_in_a_browser(rig: MakeRig, tmp_path: Path, monkeypatch: Pat
     talk, served = ex_talk(3), []
     real = kvproxy.Pages.page
 
-    def page(self: kvproxy.Pages) -> Any:
+    def page(self: kvproxy.Pages, *near: Any) -> Any:
         served.append(1)
         if len(served) == 2:  # the script asks again: meanwhile requests came
             ex_exchange(
                 one, EX_CHAT_PATH, [*talk, ex_chat("<script>document.title = 'broken in'</script>")]
             )
-        return real(self)
+        return real(self, *near)
 
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
@@ -13856,9 +14415,9 @@ def test_status_page_in_a_browser_when_the_proxy_is_away(
     ex_exchange(one, EX_CHAT_PATH, ex_talk(3))
     real, served = kvproxy.Pages.page, []
 
-    def page(self: kvproxy.Pages) -> Any:
+    def page(self: kvproxy.Pages, *near: Any) -> Any:
         served.append(1)
-        return real(self) if len(served) == 1 else self.error(503, "Too many connections.")
+        return real(self, *near) if len(served) == 1 else self.error(503, "Too many connections.")
 
     monkeypatch.setattr(kvproxy.Pages, "page", page)
     text = ex_render(one.proxy.url + "/kvproxy", tmp_path, "--virtual-time-budget=5000")
@@ -13997,6 +14556,28 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     _, out, _ = ex_inspect(ex_captured(*bodies))
     listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
     assert listed == [found["cause"] for found in findings]
+
+
+def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
+    """kvproxy lifts a line once it has varied; with the setting, from the first request on."""
+    talk = [
+        ex_talk(n + 1, f"{EX_RULES}\nHour: 2026-11-29 09:1{n}\n{EX_LONG}")[-1] for n in range(3)
+    ]
+    _, findings = ex_rows_of(ex_captured(*talk))
+    assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
+    cure = "LIFT_REGEX='^Hour: .*$'"
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them, and all with {cure}"
+    pattern = cure.partition("=")[2].strip("'")
+    reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
+    rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
+    assert [row["cured"] for row in rows] == [None, True, True]
+
+
+def test_commands_inspect_tells_the_price_of_a_cure() -> None:
+    steps = EX_CURED["notes that are renewed in a tool loop"][0]
+    _, findings = ex_rows_of(ex_captured(*steps))
+    told = "This cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
+    assert findings[0]["advice"] == told
 
 
 def test_commands_inspect_says_what_kvproxy_cures() -> None:
@@ -14525,6 +15106,38 @@ def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
     assert "the server does not tell" in " ".join(out.split()) and "bench" in out
 
 
+@pytest.mark.parametrize(("loaded", "told"), [(8192, "context 8192, "), (None, "")])
+def test_commands_check_lm_studios_context(
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
+    loaded: int | None,
+    told: str,
+) -> None:
+    """Of the model that is loaded; what a model could have at most says nothing."""
+    models = {"data": [{"id": "a", "owned_by": "organization_owner"}]}
+    own = [
+        {"id": "a", "state": "not-loaded", "loaded_context_length": 5},
+        {"id": "b", "state": "loaded", "max_context_length": 131072},
+    ]
+    if loaded:
+        own[1]["loaded_context_length"] = loaded
+    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
+    script = ex_answers({"/v1/models": models, "/api/v0/models": {"data": own}}, unknown)
+    code, out = ex_check(monkeypatch, capsys, script)
+    assert code == 0 and out.splitlines()[0] == f"URL: LM Studio, {told}model b"
+    words = " ".join(out.split())
+    assert ("8,192 tokens of context" in words) is bool(loaded) and "-np" not in words
+    assert ("raise Context Length" in words) is bool(loaded)
+
+
+def test_commands_check_names_llama_swap(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"data": [{"id": "qwen", "object": "model", "owned_by": "llama-swap"}]}
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}))
+    assert code == 0 and out.splitlines()[0] == "URL: llama-swap, model qwen"
+
+
 def test_commands_check_of_a_server_with_a_key(monkeypatch: Patch, capsys: Capsys) -> None:
     script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
     for key in ("", "wrong"):
@@ -14623,7 +15236,24 @@ def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
         assert read > 0.95 * prompt and read2 < 0.05 * prompt2
     ratio = re.search(r"([\d.]+) times", ran.stdout)
     assert ratio and float(ratio[1]) > 5
+    line = f"{tmp_path / 'copy' / 'renamed.py'} BACKEND_URL=http://127.0.0.1:8080\n"
+    assert line in ran.stdout and "agent http://127.0.0.1:1234/v1 (" in ran.stdout
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "told"),
+    [
+        ("http://a:8080", 1234, "BACKEND_URL=http://a:8080"),
+        ("http://a:1234", 1234, "BACKEND_URL=http://a:1234 LISTEN_PORT=1235"),
+        ("http://a:8080", 99, "BACKEND_URL=http://a:8080 LISTEN_PORT=99"),
+    ],
+)
+def test_commands_name_the_next_step(url: str, port: int, told: str) -> None:
+    text = kvproxy.next_steps(Config(listen_port=port), url)
+    assert text.split("\n")[2].endswith(f"kvproxy.py {told}")
+    used = told.partition("LISTEN_PORT=")[2] or "1234"
+    assert f"http://127.0.0.1:{used}/v1 " in text and f"http://127.0.0.1:{used}/kvproxy" in text
 
 
 def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
@@ -14689,6 +15319,8 @@ def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsy
     assert "s on a server" in begin
     assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
+    assert told.out.count("At this pace, about ") == 1
+    assert f"kvproxy.py BACKEND_URL={bench_server.url}/v1\n" in told.out
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
@@ -15704,6 +16336,53 @@ def test_readme_nginx_example_hides_the_pages(rig: MakeRig, tmp_path: Path) -> N
     finally:
         process.terminate()
         process.wait(PATIENCE)
+
+
+def test_readme_is_short_and_its_contents_lead_somewhere() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 250
+    heads = re.findall(r"(?m)^##+ (.*)", text)
+    anchors = {re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-") for head in heads}
+    linked = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(linked) > 10 and set(linked) <= anchors
+    assert all(
+        not line.startswith("## ") or line[3:] in text.split("## ")[0] for line in text.splitlines()
+    )
+
+
+def test_readme_examples_are_what_programs_read() -> None:
+    text = README.read_text(encoding="utf-8")
+    blocks = [re.sub("(?m)^    ", "", one) for one in re.findall(r"(?:(?:^|\n)    .*)+", text)]
+    openclaw, opencode = (json.loads(one) for one in blocks if one.strip().startswith("{ "))
+    assert openclaw["models"]["providers"]["local"]["baseUrl"] == "http://127.0.0.1:1234/v1"
+    assert opencode["provider"]["local"]["options"]["baseURL"] == "http://127.0.0.1:1234/v1"
+    toml = pytest.importorskip("tomllib")
+    (codex,) = (one for one in blocks if "model_provider" in one)
+    assert toml.loads(codex)["model_providers"]["kvproxy"]["wire_api"] == "responses"
+
+
+def test_readme_patterns_do_what_it_says(rig: MakeRig) -> None:
+    text = README.read_text(encoding="utf-8")
+    named = dict(re.findall(r"`([A-Z]+_REGEX)='([^'`]*)'`", text))
+    one = rig(**{name.lower(): (pattern,) for name, pattern in named.items()}, learn=False)
+    system = "Build 17 of the agent.\n" + EX_LONG * 12 + "\nTokens used: {}\nBe nice.\n"
+    first = one.forwarded(
+        EX_CHAT_PATH, ex_chat("hi\n<status>busy</status>", system=system.format(7))
+    )
+    front = first["messages"][0]["content"]
+    assert "Build" not in front and "Tokens used" not in front and "Be nice." in front
+    assert "Tokens used: 7" in first["messages"][1]["content"]
+    history = ex_chat("hi", "ok", "and you?", system=system.format(8))
+    second = one.forwarded(EX_CHAT_PATH, history)
+    assert second["messages"][:2] == first["messages"]  # the block is back
+    assert "Tokens used: 8" in second["messages"][3]["content"]
+
+
+def test_readme_shows_what_was_learned_as_the_log_does() -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"`learned: {kvproxy.learned(kvproxy.Shape('Your ID is #'))}`" in text
+    for name in kvproxy.VERDICTS:
+        assert f"| {name} | " in text
 
 
 def test_readme_lists_every_setting_as_it_is() -> None:
