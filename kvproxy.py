@@ -5987,8 +5987,8 @@ class Warmup:
 
     def read_ahead(self, talk: Talk) -> None:
         """Have the server read what a conversation's next prompt begins with."""
-        talk.due = False
         if talk.prefill is None:
+            talk.due = False  # what fails is not tried again
             view, agent, before = talk.view, talk.agent, Prompt(talk.view)
             answers = [turn for turn in view.turns if turn.role == "assistant"]
             if answers:
@@ -5999,6 +5999,7 @@ class Warmup:
             if not echo:
                 return
         talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
+        talk.due = False
         started = time.monotonic()
         status = self.send(prefill)
         read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
@@ -6046,7 +6047,8 @@ class Warmup:
         """Wait until what follows an answer that just came has been read ahead."""
         until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
         while self.prefill or time.monotonic() < until:
-            if any(one.prefill and one.prefill.closed for one in list(self.talks.values())):
+            talks = list(self.talks.values())
+            if any(one.prefill and one.prefill.closed and not one.due for one in talks):
                 return
             time.sleep(0.01)
 
