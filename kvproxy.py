@@ -1875,6 +1875,7 @@ class Trace:
     conversation: str = ""
     record: Record | None = None
     line: Line | None = None
+    whose: int = 0  # a hash of the client and the dialect
 
 
 class Replay:
@@ -1887,6 +1888,7 @@ class Replay:
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.learns = config.learn
         self.roles: dict[int, bool] = {}  # see stays()
+        self.names: dict[int, str] = {}  # conversations by their answers
 
     def size(self) -> int:
         """Bytes held, roughly."""
@@ -1977,6 +1979,19 @@ class Replay:
             unit.sum_up()
         return units
 
+    def name(self, view: View, whose: int, units: list[Unit]) -> str:
+        """The conversation() of a request; one whose beginning was rewritten is known by the first
+        answer that it has."""
+        first = next((unit for unit in units if unit.role == "assistant"), None)
+        known = self.names.get(hash((whose, *spoken(first)))) if first is not None else None
+        return known or self.conversation(view, units)
+
+    def answered(self, trace: Trace, answer: Heard) -> None:
+        """Note which conversation an answer belongs to, if it is not one that others have, too."""
+        if answer.complete and (answer.calls or len(answer.opening) >= LONG_ANSWER):
+            key = hash((trace.whose, answer.opening, answer.calls))
+            remember(self.names, key, trace.conversation)
+
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
         """A name for what a conversation's requests have in common: system prompt and the first
         user's words. It is the same in every process."""
@@ -2018,7 +2033,9 @@ class Replay:
                 if learn:
                     self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
-        trace = Trace(match.record.conversation if match.record else self.conversation(view, units))
+        whose = hash((client, view.dialect.name))
+        name = match.record.conversation if match.record else self.name(view, whose, units)
+        trace = Trace(name, whose=whose)
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
@@ -5162,6 +5179,8 @@ class Proxy:
         if record := exchange.trace.record:
             record.answer = heard_answer(first, last, events) if answered else None
             record.tap = None
+            if record.answer:
+                self.replay.answered(exchange.trace, record.answer)
         if exchange.status >= 400:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):

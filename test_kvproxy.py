@@ -5266,6 +5266,25 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
 # --- Learning: clients that nobody described ------------------------------------------------------
 
 
+def test_replay_conversation_keeps_its_name_whatever_stands_in_front(rig: MakeRig) -> None:
+    """Unknown words around the first text that go, or the first turns; known by the answers."""
+    one = rig()
+    client = RpClient(one, "chat")
+    long = "An answer with so many words that nobody else can have got the very same one."
+    seen: list[str] = []
+    requests: list[tuple[list[Turn], str]] = [
+        ([("user", "Notes of mine:\n- a\n\none")], f"{long} 1"),
+        ([("user", "one"), ("assistant", f"{long} 1"), ("user", "two")], f"{long} 2"),
+        ([("assistant", f"{long} 2"), ("user", "three")], f"{long} 3"),
+        ([("user", "one"), ("assistant", f"{long} 4"), ("user", "two")], f"{long} 5"),
+    ]
+    for number, (turns, answer) in enumerate(requests, 1):
+        client.send(turns, answer)
+        one.finished(number)
+        seen.append(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_restores_a_block_behind_which_a_time_was_added(rig: MakeRig, dialect: str) -> None:
     """A client that takes its context out, and adds when the message came: learned."""
