@@ -1347,7 +1347,15 @@ class Learner:
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
         self.texts: dict[str, list[str]] = {}  # by the text, its lines
         self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
+        self.values: dict[str, int] = {}  # of shapes by their labels, hashed
+        self.misses: collections.Counter[str] = collections.Counter()  # that lifting them saved
         self.lock = threading.Lock()
+
+    def tell(self, label: str, text: str) -> None:
+        """Note the value that a shape has in a request: each new one would have been a miss."""
+        with self.lock:
+            self.misses[label] += label in self.values and self.values[label] != hash(text)
+            self.values[label] = hash(text)
 
     def add(self, shapes: Iterable[Shape]) -> None:
         """Lift these from now on."""
@@ -1479,6 +1487,9 @@ class Lifter:
                     found.update(pieces)
             if len(found) > count:
                 drop_empty(view, view.replace(turn, own))
+        for label, text in found.items():
+            if label.startswith(LEARNED):
+                self.learner.tell(label, text)
         return list(found.items())
 
 
@@ -6551,6 +6562,8 @@ class Pages:
         rows = ""
         for shape in list(self.proxy.editor.lifter.learner.shapes):
             words = learned(shape).partition("; to fix it")[0]
+            saved = self.proxy.editor.lifter.learner.misses[shape.name()]
+            words += f"; saved {counted(saved, 'long read')}" if saved else ""
             rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
         return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
 

@@ -14086,6 +14086,9 @@ def test_status_lists_what_was_learned(rig: MakeRig) -> None:
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert '>Learned</h2><ol><li><p class="row">system line "Your ID is #" varies, lifted<' in text
     assert f'data-copy="{STATUS_LEARNED}"' in text
+    one.forwarded(EX_CHAT_PATH, status_varying(3))
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert 'system line "Your ID is #" varies, lifted; saved 1 long read<' in text
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 1
     assert b"Your ID" not in one.get("/kvproxy", "Via: 1.1 box\r\n").body
 
