@@ -302,8 +302,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, None for
-    text beside it. Requests share turns, with what was found out, so edit own() copies only."""
+    """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, or
+    None for text beside it. Requests share turns, with what was found out, so edit own() copies only."""
 
     role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
@@ -5489,7 +5489,7 @@ class Metrics:
                 break
 
 
-# Names of headers, in addresses, and in bodies beside the prompt, whose values are not written down.
+# Names (of headers, in addresses, in bodies beside the prompt) whose values are not written down.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
     r"|passphrase|credential|signature|session"
@@ -6400,8 +6400,8 @@ class Pages:
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
-        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of a
-        prompt."""
+        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of
+        a prompt."""
         proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
         if not proxy.running:
             proxy.backend.look()
@@ -6969,8 +6969,8 @@ INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
 INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
-    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an earlier"
-    " one began with; keep: share of the slot's old content that stayed."
+    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
+    " earlier one began with; keep: share of the slot's old content that stayed."
 )
 STRAIGHT = (
     "If these requests did not come through kvproxy, put it in front of the server first: it cures"
