@@ -303,7 +303,8 @@ class Slot(NamedTuple):
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, or
-    None for text beside it. Requests share turns, with what was found out, so edit own() copies only."""
+    None for text beside it. Requests share turns, with what was found out, so edit own() copies
+    only."""
 
     role: str  # system (developer, too), user, assistant, tool, reasoning, other
     holder: Json
