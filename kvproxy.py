@@ -85,7 +85,7 @@ except ImportError:  # a Python that was built without it: http backends only
 else:
     AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 
 Json = dict[str, Any]
