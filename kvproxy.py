@@ -418,9 +418,12 @@ def view_of(body: Any, dialect: Dialect) -> View:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt: a stored response, or items by reference."""
+    if view.dialect.name != "responses":
+        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    by_reference = any((turn.item or {}).get("type") == "item_reference" for turn in view.turns)
-    return view.dialect.name == "responses" and bool(stored or by_reference)
+    return bool(stored) or any(
+        (turn.item or {}).get("type") == "item_reference" for turn in view.turns
+    )
 
 
 def guess_dialect(body: Any) -> Dialect:
@@ -489,8 +492,6 @@ LIST_START = {
     for key in ("messages", "input")
 }
 ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-
-
 Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
 
 
@@ -787,14 +788,15 @@ class Scrubber:
         check_limit("tools", len(listed(view.body.get("tools"))))
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
         view.head = [self.edit(turn, stamps, report) for turn in view.head]
-        view.turns = [self.edit(turn, stamps, report) for turn in view.turns]
+        view.turns = [
+            self.edit(turn, stamps, report) if turn.role in ("system", "user") else turn
+            for turn in view.turns
+        ]
         for turn in view.system() if report.billing_removed else ():
             drop_empty(view, turn)
 
     def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
         """A turn without what the rules take out; remembered with the turn."""
-        if turn.role not in ("system", "user"):
-            return turn
         if turn.scrubbed is None or turn.scrubbed[0] != stamps:
             turn.scrubbed = (stamps, *self.strip(turn, stamps))
         _, edited, counts = turn.scrubbed
@@ -985,7 +987,6 @@ def scrub(
 # shares its front
 # ==================================================================================================
 
-
 Piece = tuple[list[Span], str]  # what one row found: where it stands, and what it says
 
 
@@ -1013,8 +1014,6 @@ _ZONE = (
 )
 _MOMENT = rf"(?:{_DATE}(?:(?:T|,? |,? at ){_HOURS})?|{_HOURS}){_ZONE}{{0,2}}\.?"
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = (
@@ -1204,8 +1203,9 @@ SURE = re.compile(  # values that vary by themselves
 MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status, of ls, of git log
-    r"[ \t|`+\u2502]*(?:[\u251c\u2514]|-- )|[MADRCTU?!] \S*[./]\S*\Z|[ MADRCTU?!]{2} \S+\Z"
-    r"|[-dl][rwx-]{9}|[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
+    r"[ \t|`+\u2502]*(?:[\u251c\u2514]|[|`+]-- )|\?\? \S+\Z"
+    r"|(?:[MADRCTU!][ MADRCTU]?|[ ][MADRCTU]) \S*[./]\S*\Z|[-dl][rwx-]{9}"
+    r"|(?=[a-f]*\d)[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
 LEARNED = "learned: "  # begins the labels of what was seen to vary
 BLOCK = LEARNED + "block "
@@ -1249,7 +1249,7 @@ class Shape(NamedTuple):
             end = text.find("\n", at) + 1 or len(text)
             line = text[start:end].rstrip("\n")
             first = ATOM.match(line)
-            last = line.rfind(". ") + 1
+            last = max(line.rfind(f"{mark} ") for mark in ".!?") + 1
             if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
                 yield [(start, end)], line.strip()
             elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
@@ -1302,9 +1302,9 @@ def form_of(text: str) -> str:
 def changed_form(old: str, new: str) -> str:
     """The form of the one sentence in which two lines of one form differ, if it is the first or the
     last; else of the line."""
-    atoms = ATOM.findall(new)
-    others = ATOM.findall(old)
-    differ = [at for at, pair in enumerate(zip(others, atoms)) if pair[0] != pair[1]]  # noqa: B905
+    others, atoms = ATOM.findall(old), ATOM.findall(new)
+    pairs = enumerate(zip(others, atoms, strict=False))
+    differ = [at for at, (other, atom) in pairs if other != atom]
     if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
         return form_of(atoms[differ[0]])
     return form_of(new)
@@ -1319,7 +1319,8 @@ class Change(NamedTuple):
     new: list[str]
 
     def size(self) -> int:
-        return 100 + sum(map(len, self.gone)) + sum(map(len, self.new))
+        """What it counts for: in characters, but many small changes are as much as a large one."""
+        return 500 + sum(map(len, self.gone)) + sum(map(len, self.new))
 
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
@@ -1367,9 +1368,9 @@ class Learner:
                     self.news.append(shape)
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
-    def read(self, text: str, rest: str) -> bool:
-        """Compare a system text with the closest one before it, and learn what varies; whether
-        something was learned. `rest` is the text after all lifts."""
+    def read(self, rest: str) -> bool:
+        """Compare a system text, after all lifts, with the closest one before it, and learn what
+        varies; whether something was learned."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
             return False
         mine = lines_of(rest)
@@ -1388,9 +1389,10 @@ class Learner:
                 found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
         known = list(self.texts)
         if found:
-            self.add(found)  # what is lifted now differs no more
-            known = [lift_text(old, self.rows)[0] for old in known]
-            rest = lift_text(text, self.rows)[0]
+            self.add(found)
+            more = [shape.row() for shape in found if shape in self.shapes]
+            known = [lift_text(old, more)[0] for old in known]  # it differs no more
+            rest = lift_text(rest, more)[0]
         kept = [*known, rest][-16:]
         self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
         return bool(found)
@@ -1443,7 +1445,7 @@ class Lifter:
         self.learner = Learner(LIFTS + own if config.lift else ())
         self.learns = config.lift and config.learn
         self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
-        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see choose()
+        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see cut_all()
 
     def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
@@ -1464,8 +1466,7 @@ class Lifter:
             return cut
         if rows is not self.learner.rows:
             cut = [self.cut(text, self.learner.rows) for text in texts]
-        news = [self.learner.read(text, one[0]) for text, one in zip(texts, cut, strict=True)]
-        if any(news):
+        if any([self.learner.read(rest) for rest, _ in cut]):  # noqa: C419 - each of them is read
             cut = [self.cut(text, self.learner.rows) for text in texts]
         left = hash(tuple([rest for rest, _ in cut]))
         remember(self.begun, conversation, (self.learner.rows, left))
@@ -1507,18 +1508,9 @@ class Lifter:
 
 # Carriers are made of these decorations. Of the others alone a person may have typed a message.
 CARRIED = frozenset(
-    (
-        "block",
-        "context",
-        "event",
-        "runtime",
-        "internal",
-        "reminder",
-        "environment",
-        "yours",
-        "tagged",
-    )
-)
+    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours",
+     "tagged")
+)  # fmt: skip
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
 UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
@@ -1528,6 +1520,7 @@ ALIKE = 1000  # characters of user turns that no two conversations have in commo
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 MOST_COMPARED = 256  # records that are held against a request
+NUMBERED = re.compile(r"[A-Za-z]*\d{0,4}")  # an id that another conversation may have as well
 LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1563,8 +1556,6 @@ END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
 LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
 TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
 JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
-
-
 LABELLED = re.compile(r"(?:[A-Z][\w .,&/()-]{1,40}: [^\n]{1,200}(?:\n|\Z)){1,20}(?=\n|\Z)")
 ANY_TIME = re.compile(_CLOCK)
 
@@ -1682,7 +1673,6 @@ class Unit:
 
     carriers: list[Turn] = NO_TURNS
     inserted = NOTHING  # what kvproxy set down in it, by label
-    stored: Stored | None = None  # as it was sent before
     dropped = False  # a carrier of it is not sent
     spoken: tuple[str, frozenset[str]] | None = None  # see spoken()
 
@@ -1690,6 +1680,7 @@ class Unit:
         self.role = role
         self.turns = turns
         self.said = said  # of its turns, then of its carriers
+        self.stored: Stored | None = None  # as it was sent before
         first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
 
@@ -1999,8 +1990,10 @@ class Replay:
         return known or self.conversation(view, units)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to, if it is not one that others have, too."""
-        if answer.complete and (answer.calls or len(answer.opening) >= LONG_ANSWER):
+        """Note which conversation an answer belongs to, unless others may get the same: a few
+        words, or calls with ids that are names and numbers."""
+        random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
+        if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
             key = hash((trace.whose, answer.opening, answer.calls))
             remember(self.names, key, trace.conversation)
 
@@ -2062,7 +2055,9 @@ class Replay:
         self.drop_moved(units, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
-            view.turns += unit.turns + unit.carriers
+            view.turns += unit.turns
+            if unit.carriers:
+                view.turns += unit.carriers
         if learn:
             self.learn(trace, units, places, match)
         return trace
@@ -2108,25 +2103,22 @@ class Replay:
 
     def drop_moved(self, units: list[Unit], report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
-        before it said: OpenClaw moves such carriers along.
-
-        A request may not end with the answer itself, which would ask the model to continue it.
-        """
+        before it said: OpenClaw moves such carriers along."""
         last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
         standing: dict[str, str] = {}
         for at, unit in enumerate(units):
+            if not unit.carriers:
+                continue
             kept = []
             for carrier in unit.carriers:
                 kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
-                behind = kind in MOVED and 0 < last <= at and last + 1 < len(units)
-                if behind and standing.get(kind) == text:
+                if kind in MOVED and 0 < last <= at and standing.get(kind) == text:
                     report.dropped += 1
                     unit.dropped = True
                     continue
                 standing[kind] = text
                 kept.append(carrier)
-            if unit.dropped:
-                unit.carriers = kept
+            unit.carriers = kept
 
     def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -3212,6 +3204,13 @@ class Verdict:
         return " ".join(filter(None, (self.advice, self.cure)))
 
 
+MOVED_ALONE = "by kvproxy itself; the client only went on"
+MOVED_BESIDE = (
+    "by kvproxy itself, since the system prompt says something else, or another conversation is"
+    " alike up to here; the client's messages only went on"
+)
+
+
 @dataclasses.dataclass
 class Case:
     """A prompt under judgement, until the server's numbers are known.
@@ -3229,7 +3228,7 @@ class Case:
     place: int = 0  # of the segment where they part
     learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: bool = False  # what the client sent goes on from what it sent before
+    moved: str = ""  # what kvproxy moved, while the client's messages only went on
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
@@ -3270,7 +3269,8 @@ class Ledger:
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        case.moved = case.base is not None and sent.goes_on(base.sent or base)
+        if case.base is not None and sent.goes_on(base.sent or base):
+            case.moved = MOVED_ALONE
         newer = stored[: stored.index(base)]
         case.between, case.away = newer[:COMPARED], base.time < lost_at
         if case.whole:
@@ -3282,6 +3282,8 @@ class Ledger:
             return case
         locate_change(case, base, shapes)
         place = verdict.where.partition(" ")[0]
+        if place == "turn" and case.base is not None and sent.has_turns_of(base.sent or base):
+            case.moved = case.moved or MOVED_BESIDE
         goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
         volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
         same_agent = place != "system" or alike(base.system, prompt.system)
@@ -3320,7 +3322,7 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
         elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
             whole, deepest = entry, depth
     if whole is None or deepest <= reached:
-        return whole if deepest > reached else changed
+        return changed
     newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
     if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
         return whole
@@ -3565,7 +3567,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
     if verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.advice = "by kvproxy itself; the client only went on" if case.moved else ""
+        verdict.advice = case.moved
         if not case.moved:
             tell_cure(case, config)
 
@@ -4150,7 +4152,6 @@ class Upstream(http.client.HTTPConnection):
 
     def idle(self) -> bool:
         """Whether nothing came on a connection that was kept, not even its end."""
-        self.kept = True
         return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
@@ -4561,7 +4562,7 @@ class Relay(BaseHTTPRequestHandler):
             response = self.ask(upstream, exchange)
             self.relay(response, exchange)
             if not upstream.unfinished and response.release():
-                self.kept = upstream
+                self.kept, upstream.kept = upstream, True
                 upstream._HTTPConnection__response = None  # the library lets go of it later
         finally:
             self.upstream = None
@@ -5086,18 +5087,15 @@ class Proxy:
                 note = str(error)
             except RecursionError:  # what was parsed may be too deep for what comes after it
                 note = "nested too deeply"
-        exchange.report, exchange.view, exchange.forwarded = (
-            Report(note=note),
-            None,
-            exchange.received,
-        )
+        exchange.report, exchange.view = Report(note=note), None
+        exchange.forwarded = exchange.received
 
     def edit(self, exchange: Exchange) -> None:
         raw, dialect, report = exchange.received, exchange.dialect, exchange.report
         assert raw is not None and dialect is not None
         view = self.reader.view(raw, dialect)
         exchange.stream = bool(view.body.get("stream"))
-        exchange.model = visible(str(view.body.get("model") or ""))[:80]
+        exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
         client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
         learn = not exchange.counting
@@ -5107,9 +5105,6 @@ class Proxy:
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
-        with suppress(IndexError):
-            while True:
-                self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
 
     # --- while the model works --------------------------------------------------------------------
 
@@ -5232,6 +5227,9 @@ class Proxy:
             warning = self.metrics.count(exchange)
             if case is not None:
                 case.prompt.number = exchange.number
+            with suppress(IndexError):
+                while True:
+                    self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
             if self.log.isEnabledFor(logging.INFO):
                 with self.telling:
                     for line in log_lines(exchange):
@@ -5600,10 +5598,8 @@ class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
     """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
 
     def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.wanted, self.tell = (
-            bool(config.capture_file),
-            functools.partial(log.warning, "CAPTURE_FILE: %s"),
-        )
+        self.wanted = bool(config.capture_file)
+        self.tell = functools.partial(log.warning, "CAPTURE_FILE: %s")
         path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
         super().__init__(path, maxBytes=size, backupCount=1, delay=True)
 
@@ -6348,8 +6344,7 @@ class Pages:
         with contextlib.suppress(Unreadable, RecursionError):
             for raw in bodies:
                 if raw is not None and exchange.dialect is not None and comparable(raw):
-                    view = view_of(parse(raw), exchange.dialect)
-                    prompts.append(Prompt(view).segments if view is not None else [])
+                    prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
         if len(prompts) == 2:
             count = self.proxy.token_counter(exchange)
             row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
@@ -6456,7 +6451,8 @@ class Pages:
             weights = row["where it goes"]
             told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
             told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
-            main.append(f"<h2>Where its tokens go, estimated</h2>{defined(told)}")
+            estimated = ", estimated" * weights["estimated"]
+            main.append(f"<h2>Where its tokens go{estimated}</h2>{defined(told)}")
         changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
         main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
         if exchange.answer:
@@ -6555,8 +6551,7 @@ class Pages:
             facts["read ahead"] = told
         if metrics.idle_tokens:
             facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
-        saved = f'<p class="key">Time saved: {SAVED_BY}</p>' if metrics.saved else ""
-        return defined(facts) + saved
+        return defined(facts) + paragraph(f"Time saved: {SAVED_BY}" if metrics.saved else "")
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""

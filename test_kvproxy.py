@@ -3743,7 +3743,7 @@ LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the 
     "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
     "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
     "number": lambda rng, n: str(10**9 + n),
-    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/work",
+    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/files",
     "short": lambda rng, n: str(n),
     "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
 }
@@ -3898,10 +3898,18 @@ def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
     assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
 
 
+@pytest.mark.parametrize("before", ["Who are you?", "Listen!", "This is it."])
+def test_lift_learns_the_last_sentence_of_a_line(rig: MakeRig, before: str) -> None:
+    """Whatever the one in front of it ends with."""
+    texts = [ln_rules(f"{before} Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules(before)}"] * 2
+
+
 def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
     for old, new in (
         ("Be kind to all.", "Be kind to most."), ("You may push.", ""), ("Use 4 spaces.", "Use 2 spaces."),
-        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."),
+        ("- Ann likes tea", "- Ann likes milk"), ("", "Never run rm."), ("   tea", "   milk"),
+        ("-- be calm", "-- be quick"), ("defaced walls are bad", "effaced walls are fine"),
     ):  # fmt: skip
         texts = [ln_rules(one, "Be brief.") for one in (old, new)]
         assert ln_fronts(rig(), *texts) == [f"system\n{text}" for text in texts]
@@ -5283,6 +5291,20 @@ def test_replay_conversation_keeps_its_name_whatever_stands_in_front(rig: MakeRi
         one.finished(number)
         seen.append(one.server.seen[-1].get("X-KVProxy-Conversation"))
     assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
+def test_replay_conversation_is_not_named_by_calls_that_others_have_too(rig: MakeRig) -> None:
+    """Some servers count the calls of each answer."""
+    one = rig()
+    client = RpClient(one, "chat")
+    names = []
+    for number, text in enumerate(("one", "another"), 1):
+        client.send([("user", text)], ["call_0"])
+        one.finished(number)
+        names.append(one.server.seen[-1].get("X-KVProxy-Conversation"))
+    turns: list[Turn] = [("user", "changed"), ("calls", ["call_0"]), ("results", ["call_0"])]
+    client.send(turns)
+    assert one.server.seen[-1].get("X-KVProxy-Conversation") not in names
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -8417,6 +8439,22 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
     )
 
 
+def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig: MakeRig) -> None:
+    """Played twice with the same words and answers, and another clock: history goes in the client's
+    form from where the two would differ, and it is told why."""
+    one = rig(ex_llama(ex_template))
+    for run in range(2):
+        turns: list[str] = []
+        for turn in range(2):
+            system = f"{EX_LONG * 12}\nCurrent time is 10:{30 * run + turn:02d}.\nBe kind."
+            body = ex_chat(*turns, f"Question number {turn}, please.", system=system)
+            ex_exchange(one, EX_CHAT_PATH, [body])
+            turns = [f"Question number {turn}, please.", "ok"]
+    verdict = one.finished(4)[-1].verdict
+    assert verdict.name == "rewritten" and verdict.where.startswith("turn"), verdict
+    assert "by kvproxy itself, since" in verdict.line() and not verdict.cure
+
+
 def test_explain_side_request_by_header(rig: MakeRig) -> None:
     one = rig(ex_caching())
     talk = ex_talk(2)
@@ -9740,6 +9778,23 @@ def test_relay_request_on_a_stale_connection_is_repeated_once(rig: MakeRig, meth
     assert made.server.seen[1].body == made.server.seen[2].body
     answer = relay_asks(peer, method)  # and is closed again
     assert answer.status == 502 and len(made.server.seen) == 5
+
+
+def test_relay_connection_that_the_server_closed_goes_while_the_client_is_idle(
+    rig: MakeRig,
+) -> None:
+    gone = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.reply(b"ok")
+        link.sock.shutdown(socket.SHUT_WR)
+        if not link.sock.recv(1):
+            gone.set()
+
+    peer = rig(script).raw(b"")
+    assert relay_asks(peer).status == 200
+    assert gone.wait(PATIENCE)
+    assert relay_asks(peer).status == 200
 
 
 @pytest.mark.parametrize("part", [b"HTT", RELAY_OK_HEAD + b"Conte", b"garbage\r\n\r\n"])
@@ -14015,9 +14070,11 @@ def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
     assert found["largest tools"] == {f"t{n}": counts[f"t{n}"] for n in (6, 5, 4, 3, 2)}
     asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
     assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
+    assert "<h2>Where its tokens go</h2>" in one.get("/kvproxy/requests/1").body.decode()
     one.proxy.still.clear()
     assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
-    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 8
+    assert "go, estimated</h2>" in one.get("/kvproxy/requests/1").body.decode()
+    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 16
 
 
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
@@ -14048,6 +14105,27 @@ def status_varying(number: int, *turns: str) -> Json:
 
 def status_learning(one: Rig) -> None:
     ex_exchange(one, EX_CHAT_PATH, [status_varying(1), status_varying(2)])
+
+
+def test_server_tells_what_was_learned_when_the_request_is_on_its_way(rig: MakeRig) -> None:
+    answer, logged = ex_caching(), list[str]()
+
+    def script(link: Link, seen: Seen) -> None:
+        logged.extend(one.log.lines)
+        answer(link, seen)
+
+    one = rig(script, log_level="info")
+    status_learning(one)
+    assert len(logged) == 1 and not logged[0].startswith("learned: ")
+
+
+def test_server_looks_at_the_beginning_of_a_models_name(rig: MakeRig, monkeypatch: Patch) -> None:
+    """Before it is forwarded, too."""
+    shown = list[int]()
+    real = kvproxy.visible
+    monkeypatch.setattr(kvproxy, "visible", lambda text: (shown.append(len(text)), real(text))[1])
+    rig().forwarded(EX_CHAT_PATH, {**ex_chat("hi"), "model": "m" * 100_000})
+    assert shown and max(shown) <= 1000
 
 
 def test_server_tells_what_was_learned_once(rig: MakeRig) -> None:
