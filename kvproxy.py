@@ -3778,6 +3778,7 @@ PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
 KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
+ALONE_SECONDS = 0.5  # a client that hangs up during a stream may go unnoticed this long
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
@@ -3831,24 +3832,37 @@ class Answered(Exception):
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
+SILENCE = struct.pack("ll", 0, 250_000)  # a `struct timeval` of a quarter of a second
 
 
-def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """The events that come of those that are wanted of sockets (by descriptor).
+class Poller:
+    """Waits for events of sockets. `selectors` has no POLLRDHUP; select() takes no descriptor above
+    1023 on Unix."""
 
-    `selectors` has no POLLRDHUP; select() takes no descriptor above 1023 on Unix."""
-    if hasattr(select, "poll"):
-        poller = select.poll()
-        for descriptor, events in wanted.items():
-            poller.register(descriptor, events)
-        return dict(poller.poll(1000 * max(0.0, seconds)))
-    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
-    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
-    if not reads and not writes:  # Windows does not take three empty lists
-        time.sleep(max(0.0, seconds))
-        return {}
-    reads, writes, _ = select.select(reads, writes, [], max(0.0, seconds))
-    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
+    def __init__(self) -> None:
+        self.wanted: dict[int, int] = {}
+        self.poll: Any = None
+
+    def wait(self, wanted: dict[int, int], seconds: float) -> dict[int, int]:
+        """The events that come of those that are wanted (by descriptor)."""
+        if not hasattr(select, "poll"):
+            return self.select(wanted, max(0.0, seconds))
+        if wanted != self.wanted:  # made anew only then: a stream waits for the same ones each time
+            self.wanted, self.poll = wanted, select.poll()
+            for descriptor, events in wanted.items():
+                self.poll.register(descriptor, events)
+        return dict(self.poll.poll(1000 * max(0.0, seconds)))
+
+    @staticmethod
+    def select(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+        """For Windows."""
+        reads = [descriptor for descriptor, events in wanted.items() if events & READ]
+        writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
+        if not reads and not writes:  # it does not take three empty lists
+            time.sleep(seconds)
+            return {}
+        reads, writes, _ = select.select(reads, writes, [], seconds)
+        return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -3866,18 +3880,15 @@ class Stream(io.RawIOBase):
         self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
     ) -> None:
         self.sock, self.wait, self.gone = sock, wait, gone
+        self.descriptor = sock.fileno()
         self.received = 0  # bytes
         self.ahead = bytearray()  # bytes read before anyone asked for them
         self.drained = False  # the last read has emptied the socket
+        self.alone_until = 0.0  # on the monotonic clock
         sock.setblocking(False)
 
     def readable(self) -> bool:
         return True
-
-    writable = readable
-
-    def fileno(self) -> int:
-        return self.sock.fileno()
 
     def readinto(self, buffer: Any) -> int:
         if self.ahead:
@@ -3885,7 +3896,9 @@ class Stream(io.RawIOBase):
             buffer[:size] = self.ahead[:size]
             del self.ahead[:size]
             return size
-        if self.drained:  # asking it would cost a system call and perhaps a switch of threads
+        if (
+            self.drained and time.monotonic() > self.alone_until
+        ):  # asking it would cost a system call and perhaps a switch of threads
             self.wait(READ)
         size = self.attempt(self.sock.recv_into, buffer, READ)
         self.received += size
@@ -3893,8 +3906,14 @@ class Stream(io.RawIOBase):
         self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
         return size
 
-    def write(self, data: Any) -> int:
-        return self.attempt(self.sock.send, data, WRITE)
+    def read_alone(self, alone: bool = True) -> None:
+        """Let reads wait in the system instead of calling `wait`, until it is silent for a quarter
+        of a second, and for half a second at most. That saves a system call and a switch of threads
+        for each event of a stream; with 256 of them Python's lock is what all wait for."""
+        self.alone_until = time.monotonic() + ALONE_SECONDS if alone else 0.0
+        if alone is not self.sock.getblocking():
+            self.sock.setblocking(alone)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, SILENCE)
 
     def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
@@ -3906,12 +3925,13 @@ class Stream(io.RawIOBase):
                 raise self.gone(str(error)) from None
 
     def sendall(self, data: Any) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self.write(rest) :]
+        sent = self.attempt(self.sock.send, data, WRITE)
+        while sent < len(data):
+            data = memoryview(data)[sent:]
+            sent = self.attempt(self.sock.send, data, WRITE)
 
     def makefile(self, mode: str, size: int = BUFFER) -> Any:
-        return io.BufferedWriter(self, size) if mode == "wb" else io.BufferedReader(self, size)
+        return io.BufferedReader(self, size)
 
     def flush(self) -> None:
         """Nothing is buffered; http.client flushes files after it closed the socket."""
@@ -3988,12 +4008,33 @@ def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
     return headers
 
 
+def whole_chunks(block: bytes) -> tuple[bytes, int]:
+    """The payload of the chunks that stand whole at a block's start, and how many bytes they have,
+    framing and all. The last chunk, which has size 0, is none of them."""
+    payload, at = b"", 0
+    while found := CHUNK_LINE.match(block, at):
+        start = found.end()
+        end = start + int(found[1], 16)
+        if end == start or block[end : end + 2] != b"\r\n":
+            break
+        payload += block[start:end]
+        at = end + 2
+    return payload, at
+
+
 def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
     """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage, EOFError and, for more
     than `limit` bytes, Refused. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what
     ends a chunk, and takes the connection's end for the end of the trailers."""
     total = 0
     while True:
+        payload, size = whole_chunks(file.peek())
+        if size:  # an event of a stream is a chunk as a rule, and comes at once
+            total += len(payload)
+            if total > limit:
+                raise Refused(413, TOO_LONG % limit)
+            yield file.read(size), payload
+            continue
         line = read_line(file, CHUNK_LINE_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
@@ -4096,6 +4137,7 @@ class Response(http.client.HTTPResponse):
         """Let go of the connection, at the end of the body; whether it can be used again."""
         reader, self.fp = self.fp, None
         reader.raw.wait = never_wait
+        reader.raw.read_alone(False)
         with suppress(ConnectionError):
             try:
                 reader.peek(1)
@@ -4214,9 +4256,9 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = default_request_version = "HTTP/1.1"
-    rbufsize = wbufsize = BUFFER // 2
+    rbufsize = BUFFER // 2
     rfile: Any
-    _headers_buffer: list[bytes]
+    _headers_buffer: list[bytes | bytearray]
 
     # --- the life of a connection -----------------------------------------------------------------
 
@@ -4225,6 +4267,7 @@ class Relay(BaseHTTPRequestHandler):
         self.config = self.proxy.config
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone)
+        self.poller = Poller()
         super().setup()  # makes rfile and wfile of it
         self.upstream: Any = None  # an Upstream, while a request is served
         self.kept: Any = None  # an Upstream, between two requests
@@ -4277,7 +4320,6 @@ class Relay(BaseHTTPRequestHandler):
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
-            self.flush()
             self.socket.shutdown(socket.SHUT_WR)
             end = time.monotonic() + LINGER_SECONDS
             self.until = end if self.linger else 0.0
@@ -4292,24 +4334,18 @@ class Relay(BaseHTTPRequestHandler):
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Send what is ready for the client."""
-        self.flush_headers()
-        self.wfile.flush()
-
     def wait_for_client(self, events: int) -> None:
         """Raises TimeoutError when it does not send in time, ClientGone when it does not read, and
         Answered when the server answers already."""
-        client = self.socket.fileno()
+        client = self.request.descriptor
         if events == WRITE:
-            if not poll({client: WRITE}, SEND_SECONDS):
+            if not self.poller.wait({client: WRITE}, SEND_SECONDS):
                 raise ClientGone("it does not read its answer")
             return
-        self.flush()
         wanted, upstream = {client: READ}, self.upstream or self.kept
         if upstream is not None:
-            wanted[upstream.sock.fileno()] = READ
-        found = poll(wanted, self.until - time.monotonic())
+            wanted[upstream.sock.descriptor] = READ
+        found = self.poller.wait(wanted, self.until - time.monotonic())
         if not found:
             raise TimeoutError
         if client not in found and upstream is self.kept:
@@ -4320,7 +4356,8 @@ class Relay(BaseHTTPRequestHandler):
 
     def wait_for_server(self, events: int) -> None:
         """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
-        self.flush()
+        if self._headers_buffer:  # of an answer whose body lets wait for itself
+            self.flush_headers()
         happened, seconds = 0, self.config.read_timeout
         if not self.exchange.explained:
             happened = self.watch(events, min(QUIET_SECONDS, seconds))
@@ -4329,18 +4366,20 @@ class Relay(BaseHTTPRequestHandler):
         happened = happened or self.watch(events, seconds)
         if not happened:
             raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if events == READ and self.exchange.explained and HUNG_UP and self.upstream.tls is None:
+            self.upstream.sock.read_alone()  # on Linux; elsewhere it was not tried
         if events == WRITE and happened & ~WRITE and self.upstream.answered():
             raise Answered
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
         Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
-        client, until = self.socket.fileno(), time.monotonic() + seconds
+        client, until = self.request.descriptor, time.monotonic() + seconds
         while True:
             wanted = {client: self.watched}
             if self.upstream is not None:
-                wanted[self.upstream.sock.fileno()] = events | READ
-            found = poll(wanted, until - time.monotonic())
+                wanted[self.upstream.sock.descriptor] = events | READ
+            found = self.poller.wait(wanted, until - time.monotonic())
             hint = found.pop(client, 0)
             if hint & ~READ:
                 raise ClientGone
@@ -4522,10 +4561,9 @@ class Relay(BaseHTTPRequestHandler):
         for item in told:
             self.send_header(*item)
         self.end_headers()
-        self.flush_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
-        self.flush()
+            self._headers_buffer.append(body)
+        self.flush_headers()
 
     def end_headers(self) -> None:
         """The library sends a head at once. Here the first bytes of the body go with it, or turn
@@ -4635,9 +4673,12 @@ class Relay(BaseHTTPRequestHandler):
             for received, payload in response.pieces():
                 if exchange.tap is not None:
                     exchange.tap.add(payload)
-                self.flush_headers()
-                self.wfile.write(payload if old else received)
-            self.flush()
+                if self._headers_buffer:
+                    self._headers_buffer.append(payload if old else received)
+                    self.flush_headers()
+                else:
+                    self.request.sendall(payload if old else received)
+            self.flush_headers()
         except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
             if self._headers_buffer:  # nothing was sent yet
                 raise Refused(502, f"The model server's answer is broken: {fault}.") from None
@@ -7209,21 +7250,29 @@ def command_serve(args: Words, config: Config) -> int:
         return 1
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
-    with contextlib.suppress(KeyboardInterrupt):
-        for name in ("SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM to speak of, Unix no SIGBREAK
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.default_int_handler)
-        proxy.log.info(
-            "kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url
-        )
-        if found := proxy.backend.describe():
-            proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
-        else:
-            proxy.backend.lost()
-            told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
-            proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
-        while True:
-            time.sleep(0.5)  # Windows runs the SIGBREAK handler between sleeps only
+    running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
+    running.acquire()
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.default_int_handler)  # a second one does not wait for answers
+        if running.locked():
+            running.release()
+
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM, Unix no SIGBREAK
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+    proxy.log.info(
+        "kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url
+    )
+    if found := proxy.backend.describe():
+        proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
+    else:
+        proxy.backend.lost()
+        told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
+        proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
+    while not running.acquire(timeout=0.5):
+        pass  # Windows runs the handlers between the waits only
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0

@@ -10384,6 +10384,37 @@ def test_relay_client_that_leaves_a_stream_that_never_pauses(rig: MakeRig, how: 
     relay_watch(made, ended)
 
 
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_relay_client_that_leaves_a_stream_of_single_events(rig: MakeRig, how: str) -> None:
+    """An event follows as soon as the one before was read, so that reads from the server wait by
+    themselves; the client is looked after all the same."""
+    ended, read = threading.Event(), threading.Semaphore()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        wait_for(lambda: all(one.explained for one in list(made.proxy.active)))
+        with contextlib.suppress(ConnectionError):
+            while True:
+                read.acquire(timeout=0.01)
+                link.event(b"x")
+        ended.set()
+
+    def read_on() -> None:
+        with contextlib.suppress(OSError):
+            while peer.sock.recv(65536):
+                read.release()
+
+    made = rig(script)
+    peer = made.raw(RELAY_POST)
+    for _ in range(20):
+        peer.until(b"x\n\n\r\n")
+        read.release()
+    relay_leave(peer.sock, how)
+    if how == "half-close":
+        threading.Thread(target=read_on, daemon=True).start()
+    relay_watch(made, ended)
+
+
 # --- TLS to the server ----------------------------------------------------------------------------
 
 
