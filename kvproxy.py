@@ -4726,11 +4726,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another API key"}
-STATES[503] = "it is loading its model"
+STATES = {401: "it wants an API key", 403: "it wants another API key", 503: "it loads its model"}
 
 
 class Backend:
@@ -4740,12 +4740,10 @@ class Backend:
         self.config = config
         self.key = ""  # for the questions that `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.local = "127.0.0.1"  # where localhost took a connection last
-        self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
+        self.lost_at = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
         self.owner = ""  # owned_by in /v1/models, once it was asked for
-        self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
@@ -4754,41 +4752,31 @@ class Backend:
         return self.url.geturl() if self.url else " or ".join(CANDIDATES)
 
     def locate(self) -> Url:
-        """The server's URL. Raises OSError when none is set and none answers. One look a second
-        serves all who wait."""
-        with self.looking:
-            if self.url is None and time.monotonic() >= self.next_look:
-                urls = map(urllib.parse.urlsplit, CANDIDATES)
-                self.url = next(filter(self.answers, urls), None)
-                self.next_look = time.monotonic() + 1
-            if self.url is None:
-                raise ConnectionRefusedError("no server answers there")
-            return self.url
-
-    def answers(self, url: Url) -> bool:
-        """Whether there is a model server, and not this proxy."""
-        if url.port == self.config.listen_port:
-            return False
-        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
+        """The server's URL. Raises OSError when none is set and none answers."""
+        if url := self.url:
+            return url
+        for url in map(urllib.parse.urlsplit, CANDIDATES):
+            if url.port != self.config.listen_port:  # that is this proxy
+                answer = members(fetch(url, "/v1/models", 1.0)[1])
+                if answer.keys() & {"data", "models", "error"}:
+                    self.url = url
+                    return url
+        raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
         """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
         for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
-        url, faults = self.locate(), list[OSError]()
-        names = [url.hostname or ""]
-        if url.hostname == "localhost" and self.tls is None:
-            names = sorted(("127.0.0.1", "::1"), key=lambda name: name != self.local)
-        for name in names:
+        url, fault = self.locate(), OSError()
+        local = url.hostname == "localhost" and self.tls is None
+        for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
-            except OSError as error:
-                faults.append(error)
-                upstream.close()
-            else:
-                self.local = name
                 return upstream
-        raise faults[0]
+            except OSError as error:
+                fault = error
+                upstream.close()
+        raise fault
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -4796,9 +4784,6 @@ class Backend:
         self.away, self.known = True, {}
         if not self.config.backend_url:
             self.url = None
-
-    def up(self) -> int | None:
-        return None if self.away is None else int(not self.away)
 
     def look(self) -> None:
         """Have it tell of itself. While that is nothing, it is asked each 10 seconds."""
@@ -5051,10 +5036,10 @@ class Proxy:
             if path:
                 self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
-                self.warmup.open()
+                self.warmup.load()
             self.server = Server(self)
             self.stopping = False
-            self.warmup.start()  # first: a request that is served may write the file that it reads
+            self.warmup.start()
             serve = self.server.serve_forever
             self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
@@ -5466,7 +5451,6 @@ class Metrics:
         }
         self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
         self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.kept = 0  # bytes of the bodies that are kept
         self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
 
@@ -5538,15 +5522,12 @@ class Metrics:
 
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= self.recent[0].size() if self.recent else exchange.size()
         self.recent.append(exchange)
-        self.kept += exchange.size()
-        for one in self.recent if self.kept > self.KEEP_BYTES else ():
-            self.kept -= one.size()
-            one.received = one.forwarded = None
-            if self.kept <= self.KEEP_BYTES:
-                break
+        size = 0
+        for one in reversed(self.recent):
+            size += one.size()
+            if size > self.KEEP_BYTES:
+                one.received = one.forwarded = None
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -5686,7 +5667,6 @@ FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "par
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
 TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
-LLAMA = "llamacpp"  # what llama-server gives as owned_by
 HELPFUL = {"template": "the chat template renders old turns otherwise than before",
            "taken": "a side request takes the slot"}  # fmt: skip
 # How an answer ends that is whole, and calls no tool.
@@ -5863,10 +5843,9 @@ class Warmup:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read the file, and work in a thread from now on."""
+        """Work in a thread from now on."""
         self.over.clear()
         if self.enabled:
-            self.load()
             self.state = "waiting"
         if self.enabled or self.config.prefill_ahead != "0":
             self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
@@ -5923,10 +5902,11 @@ class Warmup:
             url, seconds = self.proxy.backend.locate(), self.config.read_timeout
             keys = self.keys if prefill.keys is None else prefill.keys
             status, answer = fetch(url, prefill.path, seconds, keys, prefill.body(), prefill.opened)
-            told = f"the server answers {status}" if status else told
+            if status:
+                told = f"the server answers {status}"
             if status == 200:
                 prefill.usage = usage_of(dump(members(answer)))
-                told = f"{read_of(prefill.usage)} tokens read".removeprefix("- tokens ")
+                told = f"tokens read: {read_of(prefill.usage)}"
         except OSError:
             pass
         finally:
@@ -5963,17 +5943,14 @@ class Warmup:
 
     # --- heads: system, tools and model of recent conversations -----------------------------------
 
-    def open(self) -> None:
-        """See whether the file can be written. Raises OSError."""
-        if self.path:
-            if os.path.exists(self.path) and not os.path.isfile(self.path):
-                raise OSError("it is no plain file")
-            open_private(self.path + ".tmp", "w").close()
-            os.unlink(self.path + ".tmp")
-
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
+        """Read the heads of earlier runs. Their tools are the first-seen ones from now on. Raises
+        OSError when the file cannot be written."""
         replay, lifter = self.proxy.replay, self.proxy.editor.lifter
+        if not self.path:
+            return
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
         try:
             with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
@@ -5992,11 +5969,12 @@ class Warmup:
                     replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, Prefill(head["path"], view))
             self.learned = list(map(list, shapes))
-        except FileNotFoundError:  # none yet, or none wanted
+        except FileNotFoundError:  # none yet
             pass
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
+        self.write()
 
     def keep(self, key: str, head: Prefill) -> None:
         """Make a head the newest one; the oldest may go."""
@@ -6020,20 +5998,26 @@ class Warmup:
             self.keep(key, head)
             self.learned = learned
             if changed and self.path:
-                self.write()
+                try:
+                    self.write()
+                except OSError as error:
+                    text = "WARMUP_FILE=%r cannot be written any more: %s"
+                    self.proxy.log.warning(text, self.path, error)
+                    self.path = ""
 
     def write(self) -> None:
-        """Write the file, whole or not at all; trouble with it is told once."""
+        """Write the file, whole or not at all. Raises OSError."""
         name = self.path + ".tmp"
-        heads = {key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()}
+        rows: Json = {
+            key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()
+        }
+        if self.learned:
+            rows["learned"] = self.learned
         try:
             with open_private(name, "w") as file:
-                json.dump({**heads, **({"learned": self.learned} if self.learned else {})}, file)
+                json.dump(rows, file)
             os.replace(name, self.path)
-        except OSError as error:
-            text = "WARMUP_FILE=%r cannot be written any more: %s"
-            self.proxy.log.warning(text, self.path, error)
-            self.path = ""
+        finally:
             with suppress(OSError):
                 os.unlink(name)
 
@@ -6227,12 +6211,8 @@ if (state) setInterval(async () => {
 MAIN = """
 <p id="off" class="fair">{off}</p>
 <p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
-<div id="facts">{facts}</div>{far}
-<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>{more}"""
-FAR = (
-    "<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
-    " http://127.0.0.1:{port}/kvproxy</p>"
-)
+<div id="facts">{facts}</div>
+<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
@@ -6242,7 +6222,6 @@ DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
 SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
-SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
 
 # Headers with which a web server in front tells that a request is somebody else's.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
@@ -6272,10 +6251,11 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
+        same_site = self.same_site(request)
         near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
-        if path == "/kvproxy" and self.same_site(request):
+        if path == "/kvproxy" and same_site:
             return self.page(near, request.get("host"))
-        if not (near and self.same_site(request)):
+        if not (near and same_site):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
         with self.proxy.metrics.guard:
@@ -6283,13 +6263,13 @@ class Pages:
         if path == "/kvproxy/requests":
             return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
         wanted = request.get("accept")
-        as_json = "application/json" in wanted and "text/html" not in wanted
+        if "application/json" in wanted and "text/html" not in wanted:
+            path = path.removesuffix(".json") + ".json"
         for exchange in recent:
-            own = f"/kvproxy/requests/{exchange.number}"
-            if path == own + ".json" or (path == own and as_json):
-                return self.detail(exchange)
-            if path == own:
+            if path == f"/kvproxy/requests/{exchange.number}":
                 return self.request_page(exchange)
+            if path == f"/kvproxy/requests/{exchange.number}.json":
+                return self.detail(exchange)
         return self.error(404, "There is no such page.")
 
     def same_site(self, request: Request) -> bool:
@@ -6312,7 +6292,8 @@ class Pages:
             values: dict[tuple[str, str], float | None] = {**metrics.counts}
             values["hit_ratio", ""] = metrics.hit_rate()
         values["running_requests", ""] = proxy.running
-        values["backend_up", ""] = proxy.backend.up()
+        if proxy.backend.away is not None:
+            values["backend_up", ""] = int(not proxy.backend.away)
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
         values["replay_bytes", ""] = proxy.replay.size()
         values["ledger_bytes", ""] = proxy.ledger.size
@@ -6397,39 +6378,35 @@ class Pages:
         if not proxy.running:
             proxy.backend.look()
         with proxy.guard:
-            active = [one for one in reversed(proxy.active) if one.dialect is not None]
+            requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
             state, tone, hint = self.state(near)
-            recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
-        rows = "".join(self.item(one, near) for one in active)
-        rows = (f"<ol>{rows}</ol>" if rows else "") + self.groups(recent, near)
+            requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
         none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
         help = {name: text for name, _, text in Config.table()}
         off = [name.upper() for name in SWITCHES if not getattr(config, name)]
-        told = ", ".join(f"{name}=0 ({help[name]})" for name in off)
-        port = proxy.url.rpartition(":")[2]
+        off_told = ", ".join(f"{name}=0 ({help[name]})" for name in off)
+        if near:
+            settings = dataclasses.asdict(config).items()
+            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
+            more += DETAILS.format("Settings in force", html.escape(told))
+        else:
+            found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
+            name = found[1].strip("[]") if found else "THAT-MACHINE"
+            line = COPY.format(html.escape(f"ssh -L {port}:127.0.0.1:{port} {name}"))
+            more = tag("h2", "Prompts are shown on that machine only")
+            more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
         parts = {
-            "off": f"Switched off: {told}." if off else "",
+            "off": f"Switched off: {off_told}." if off else "",
             "state": html.escape(state),
             "tone": tone,
             "hint": hint,
             "facts": self.facts(),
-            "rows": rows or tag("p", none),
-            "far": "",
+            "rows": self.rows(requests, near) or tag("p", none),
             "learned": self.learned() if near else "",
-            "more": "",
         }
-        if near:
-            settings = dataclasses.asdict(config).items()
-            lines = [f"{name.upper()} = {value}" for name, value in settings]
-            parts["more"] = JSON_LINK.format("/kvproxy/requests", "All that are kept")
-            parts["more"] += DETAILS.format("Settings in force", html.escape("\n".join(lines)))
-        else:
-            found = HOST.fullmatch(host.lower())
-            name = found[1].strip("[]") if found else "THAT-MACHINE"
-            line = COPY.format(html.escape(SHELL.format(port, name)))
-            parts["far"] = FAR.format(line=line, port=port)
-        return self.html(state, MAIN.format(**parts))
+        return self.html(state, MAIN.format_map(parts) + more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
@@ -6556,16 +6533,17 @@ class Pages:
             rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
         return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
 
-    def groups(self, recent: list[Exchange], near: bool) -> str:
-        """The last requests, newest first, those of a conversation together, as HTML."""
-        found: dict[str, list[Exchange]] = {}
-        for one in recent:
-            found.setdefault(one.trace.conversation, []).append(one)
+    def rows(self, requests: list[Exchange], near: bool) -> str:
+        """Requests, newest first, those of a conversation together, as HTML."""
+        groups: dict[str, list[Exchange]] = {}
+        for one in requests:
+            name = one.trace.conversation[:8]
+            title = f"Conversation {name}" if name else "Other requests"
+            groups.setdefault(title if one.number else "Running now", []).append(one)
         told = ""
-        for name, requests in found.items():
-            title = f"Conversation {name[:8]}" if name else "Other requests"
-            rows = "".join(self.item(one, near) for one in requests)
-            told += f"<h3>{title}: {counted(len(requests), 'request')}</h3><ol>{rows}</ol>"
+        for title, group in groups.items():
+            rows = "".join(self.item(one, near) for one in group)
+            told += f"<h3>{title}: {counted(len(group), 'request')}</h3><ol>{rows}</ol>"
         return told
 
     def item(self, exchange: Exchange, near: bool) -> str:
