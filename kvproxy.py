@@ -45,7 +45,6 @@ import contextlib
 import copy
 import dataclasses
 import difflib
-import errno
 import functools
 import hashlib
 import html
@@ -4918,17 +4917,14 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """The library's asks DNS for this machine's name, which may take a minute."""
-        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+        except OSError:  # no descriptor is left, as a rule
+            self.make_room()
+            time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
     def hold(self, size: int) -> bool:
@@ -4978,9 +4974,7 @@ class Server(ThreadingHTTPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
-CONTEXT_FULL = re.compile(
-    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
-)
+CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
@@ -5239,12 +5233,12 @@ class Proxy:
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
-                asked = ask and self.still.wait(IDLE_WAIT) and self.backend.describe()
-                case.slots = asked["slots"] if asked and "slots" in asked else None
+                server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
+                case.slots = server.get("slots")
                 if exchange.stream and exchange.begun:
                     case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
-                if asked and case.verdict.name == "lost":
+                if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
                 self.warmup.notice(exchange, case)
             if self.capture is not None and exchange.received is not None:
@@ -5256,7 +5250,7 @@ class Proxy:
             news = self.editor.lifter.learner.news
             while news:
                 with suppress(IndexError):  # another thread told it
-                    self.log.info("learned: %s", learned(news.popleft()))
+                    self.log.info("learned: %s; to fix it: %s", *learned(news.popleft()))
             if self.log.isEnabledFor(logging.INFO):
                 with self.telling:
                     for line in log_lines(exchange):
@@ -5285,12 +5279,11 @@ class Proxy:
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
             return
         with self.metrics.guard:
-            number = base.number if base is not None and case.whole else 0
-            before = [one for one in self.metrics.recent if one.number == number]
-        if base is None or not before:
+            before = [one for one in self.metrics.recent if base and one.number == base.number]
+        if base is None or not before or not case.whole:
             return
         prompts = list[str]()
-        for one in (before[0], exchange):
+        for one in (*before, exchange):
             asked = bytes(one.forwarded or b""), key_of(exchange.request)
             answer = self.backend.ask("/apply-template", 3.0, *asked)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
@@ -5348,16 +5341,13 @@ def error_text(answer: bytes, request: Request) -> str:
     return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
 
 
-def learned(shape: Shape) -> str:
+def learned(shape: Shape) -> tuple[str, str]:
     """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
-    name = f'system line "{name}"' if shape.form else f"system {name}"
-    return f"{name} varies, lifted; to fix it: {learned_setting(shape)}"
-
-
-def learned_setting(shape: Shape) -> str:
+    name = f'line "{name}"' if shape.form else name
     pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
-    return f'LIFT_REGEX="{pattern}"' if "'" in pattern else f"LIFT_REGEX='{pattern}'"
+    quote = '"' if "'" in pattern else "'"
+    return f"system {name} varies, lifted", f"LIFT_REGEX={quote}{pattern}{quote}"
 
 
 # The original's line, which scripts read; other counts follow where they are not 0.
@@ -5446,10 +5436,9 @@ class Metrics:
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (name in METRICS, a value of its label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
-        self.counts |= {
-            (name, ""): 0 for name, label, _ in METRICS if name.endswith("_total") and not label
-        }
         self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
+        for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
+            self.counts[f"{name}_total", ""] = 0
         self.number = self.judged = 0  # of all requests; of those with a verdict
         self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
@@ -5499,13 +5488,9 @@ class Metrics:
             seconds = more * self.long_ms / self.long_tokens / 1000
             self.counts["saved_seconds_total", ""] += seconds
 
-    def hit_rate(self) -> float | None:
-        """Share of prompt tokens reused over the last 20 requests that told."""
-        return reused_share(self.window)
-
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
-        rate = self.hit_rate()
+        rate = reused_share(self.window)
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
         elif not self.warned and len(self.window) == 20:
@@ -5579,17 +5564,8 @@ def capture_row(exchange: Exchange) -> Json:
     headers = dict[str, str]()
     for name, value in request.headers.raw_items():
         headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-    row: Json = {
-        "method": request.method,
-        "path": without_secrets(request.path),
-        "time": exchange.time,
-        "headers": headers,
-        "status": exchange.status,
-        "report": vars(exchange.report),
-        "usage": vars(exchange.usage),
-        "verdict": exchange.verdict.name if exchange.verdict else None,
-        "bytes": len(received),
-    }
+    row = {**row_of(exchange), "path": without_secrets(request.path), "headers": headers}
+    row |= {"verdict": exchange.verdict and exchange.verdict.name, "bytes": len(received)}
     with suppress(ValueError, RecursionError):
         row["body"] = without_secret_members(parse(received))
     return row
@@ -6261,7 +6237,7 @@ class Pages:
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+            return self.json(200, {"requests": [row_of(exchange) for exchange in recent]})
         wanted = request.get("accept")
         if "application/json" in wanted and "text/html" not in wanted:
             path = path.removesuffix(".json") + ".json"
@@ -6289,11 +6265,13 @@ class Pages:
         """Prometheus text format."""
         proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
         with metrics.guard:
-            values: dict[tuple[str, str], float | None] = {**metrics.counts}
-            values["hit_ratio", ""] = metrics.hit_rate()
-        values["running_requests", ""] = proxy.running
+            values = dict(metrics.counts)
+            rate = reused_share(metrics.window)
+        if rate is not None:
+            values["hit_ratio", ""] = rate
         if proxy.backend.away is not None:
             values["backend_up", ""] = int(not proxy.backend.away)
+        values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
         values["replay_bytes", ""] = proxy.replay.size()
         values["ledger_bytes", ""] = proxy.ledger.size
@@ -6301,38 +6279,17 @@ class Pages:
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
             for (of, value), number in sorted(values.items()):
-                if of == name and number is not None:
+                if of == name:
                     labels = f'{{{label}="{value}"}}' if label else ""
                     lines.append(f"kvproxy_{name}{labels} {number}")
         return "\n".join(lines) + "\n"
 
     # --- a request as data ------------------------------------------------------------------------
 
-    def row(self, exchange: Exchange) -> Json:
-        """A request in numbers."""
-        start, verdict = exchange.started, exchange.verdict
-        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
-        return {
-            "number": exchange.number,
-            "time": exchange.time,
-            "method": exchange.request.method,
-            "path": printable(exchange.request.path),
-            "status": exchange.status,
-            "fault": exchange.fault or None,
-            "error": exchange.error or None,
-            "client": client_of(exchange),
-            "model": exchange.model or None,
-            "report": dataclasses.asdict(exchange.report),
-            "conversation": exchange.trace.conversation or None,
-            "usage": {**dataclasses.asdict(exchange.usage), "read": exchange.usage.read()},
-            "verdict": dataclasses.asdict(verdict) if verdict else None,
-            **{key: round(1000 * (at - start), 1) if at else None for key, at in times.items()},
-        }
-
     def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
         """What stands about a request beside its bodies: what differs between the two prompts, and
         where its tokens go, if the bodies are not too long."""
-        row: Json = {**self.row(exchange), "answer": exchange.answer, "diff": []}
+        row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with suppress(Unreadable, RecursionError):
             for raw in bodies:
@@ -6527,10 +6484,10 @@ class Pages:
         """What was seen to vary, as HTML."""
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
-            words = learned(shape).partition("; to fix it")[0]
+            words, setting = learned(shape)
             if saved := learner.misses[shape.name()]:
                 words += f"; saved {counted(saved, 'long read')}"
-            rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
+            rows += ITEM.format(html.escape(words), copied(setting))
         return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:
@@ -6568,6 +6525,28 @@ class Pages:
         cells += [client_of(exchange), exchange.model, printable(exchange.request.path)]
         spans = "".join(tag("span", cell) for cell in cells if cell)
         return ITEM.format(start + spans, verdict_html(exchange, near) if number else "")
+
+
+def row_of(exchange: Exchange) -> Json:
+    """A request in numbers."""
+    start, verdict = exchange.started, exchange.verdict
+    times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
+    return {
+        "number": exchange.number,
+        "time": exchange.time,
+        "method": exchange.request.method,
+        "path": printable(exchange.request.path),
+        "status": exchange.status,
+        "fault": exchange.fault or None,
+        "error": exchange.error or None,
+        "client": client_of(exchange),
+        "model": exchange.model or None,
+        "report": vars(exchange.report),
+        "conversation": exchange.trace.conversation or None,
+        "usage": {**vars(exchange.usage), "read": exchange.usage.read()},
+        "verdict": vars(verdict) if verdict else None,
+        **{key: round(1000 * (at - start), 1) if at else None for key, at in times.items()},
+    }
 
 
 def verdict_html(exchange: Exchange, near: bool = True) -> str:

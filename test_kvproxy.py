@@ -13436,7 +13436,7 @@ def test_status_warning_comes_once_and_again_after_recovery() -> None:
         and warnings[0].startswith("only 49% of ")
         and "(9 of 20): lost, " in warnings[0]
     )
-    assert metrics.hit_rate() == 0
+    assert kvproxy.reused_share(metrics.window) == 0
 
 
 @pytest.mark.parametrize(("setting_", "warned"), [(0.0, 0), (0.05, 1), (1.0, 1)])
@@ -14321,7 +14321,7 @@ def test_status_headline_judges_the_newest_conversation(rig: MakeRig) -> None:
     system = "Other words of a system prompt. " * 30
     ex_exchange(one, EX_CHAT_PATH, [*ex_talk(12), *ex_talk(2, system, "other")])
     assert ">The cache misses: only 0% reused</p>" in one.get("/kvproxy").body.decode()
-    assert one.proxy.metrics.hit_rate() > 0.8
+    assert kvproxy.reused_share(one.proxy.metrics.window) > 0.8
 
 
 def test_status_headline_turns_after_three_misses(rig: MakeRig) -> None:
@@ -14331,7 +14331,7 @@ def test_status_headline_turns_after_three_misses(rig: MakeRig) -> None:
     ex_exchange(one, EX_CHAT_PATH, [*ex_talk(16), *gauge])
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert ">The last 3 prompts were read again: rewritten</p>" in text
-    assert one.proxy.metrics.hit_rate() > 0.7
+    assert kvproxy.reused_share(one.proxy.metrics.window) > 0.7
     hint = text.split('<div id="hint">')[1].split("</div>")[0]
     cure = "LIFT_REGEX='^Token gauge: .*$'"
     assert hint.endswith(f'data-copy="{cure}">copy</button></p>') and hint.count(cure) == 2
@@ -16470,7 +16470,8 @@ def test_readme_patterns_do_what_it_says(rig: MakeRig) -> None:
 
 def test_readme_shows_what_was_learned_as_the_log_does() -> None:
     text = " ".join(README.read_text(encoding="utf-8").split())
-    assert f"`learned: {kvproxy.learned(kvproxy.Shape('Your ID is #'))}`" in text
+    told = "learned: {}; to fix it: {}".format(*kvproxy.learned(kvproxy.Shape("Your ID is #")))
+    assert f"`{told}`" in text
     for name in kvproxy.VERDICTS:
         assert f"| {name} | " in text
 
