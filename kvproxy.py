@@ -5021,8 +5021,7 @@ class Proxy:
     # --- life -------------------------------------------------------------------------------------
 
     def start(self) -> Proxy:
-        """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken, ConfigError when a file cannot be written."""
+        """Listen and serve in the background; nothing if it does already."""
         path, size = self.config.capture_file, self.config.capture_mb << 20
         with self.life:
             if self.server is not None:
@@ -5076,8 +5075,8 @@ class Proxy:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
-        hold, or a set one."""
+        """Whether a Host can be this machine: an IP address, a name that public DNS cannot hold, or
+        a set one."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -5181,8 +5180,8 @@ class Proxy:
     # --- after the answer -------------------------------------------------------------------------
 
     def finished(self, exchange: Exchange) -> None:
-        """Read an answer's numbers and record the request; if less was reused than should have
-        been, later, when the server is idle and can be asked why."""
+        """Record a request; if less was reused than should have been, once the server is idle and
+        can be asked why."""
         exchange.ended = time.monotonic()
         with self.faults_logged("a finished request could not be recorded"):
             self.settle(exchange)
@@ -5228,8 +5227,8 @@ class Proxy:
         exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
-        asked for its slots, and how it renders the prompts, once it is idle."""
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server, once
+        it is idle."""
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
@@ -5271,8 +5270,8 @@ class Proxy:
         return count if self.still.is_set() else None
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from; if it renders old turns
-        in another way than before, that is why it had to read them again."""
+        """Whether the server renders old turns in another way than before: that is why it had to
+        read them again."""
         verdict, base = case.verdict, case.base
         if exchange.dialect is not DIALECTS["chat/completions"]:
             only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
@@ -5317,8 +5316,7 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without parameters and query, which may hold a key, and without
-    control characters."""
+    """A path without parameters and query, which may hold a key, and control characters."""
     return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
 
 
@@ -5528,8 +5526,7 @@ PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "func
 
 
 def without_secrets(address: str) -> str:
-    """A target or a header's value; path and parts of the query end where the value of a secret
-    begins."""
+    """An address; its path and the parts of its query end where a secret's value begins."""
     path, mark, query = address.partition("?")
     return cut_secret(path) + mark + "&".join(map(cut_secret, query.split("&")))
 
@@ -5595,9 +5592,8 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
 
 
 class PrivateFile(logging.handlers.WatchedFileHandler):
-    """A file of lines that only its owner may read: LOG_FILE, CAPTURE_FILE. It is opened anew after
-    a rename (logrotate); one that has reached its limit becomes FILE.1. A full disk costs one line,
-    not one for each record. Raises ConfigError."""
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename (logrotate); at its limit it becomes
+    FILE.1. A full disk costs one line, not one for each record. Raises ConfigError."""
 
     def __init__(
         self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
@@ -5667,9 +5663,9 @@ def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
-    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
-    of a chat are lists of parts."""
+    """The turns with which a client will repeat an answer; none if it is cut, has tool calls or
+    several choices, or says nothing. Clients may send `reasons` back, and texts as lists of
+    `parts`."""
     events = [event for window in answer_events(answer, b"") for event in window]
     texts = collections.defaultdict[Any, list[str]](list)
     end: Any = None
@@ -5736,8 +5732,7 @@ class Agent:
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-    """A prompt that the server reads before a client's request begins with it: a head, or else a
-    conversation's newest prompt with the answer to it."""
+    """A prompt to be read before a client's request begins with it: a head, or a conversation."""
 
     path: str
     view: View  # as it was forwarded
@@ -5781,8 +5776,7 @@ class Prefill:
         return False
 
     def add_answer(self) -> bool:
-        """Put the answer behind the prompt; False if it cannot be told how the client repeats it.
-        Whether with reasoning is told by earlier answers, or by the same agent's other prompts."""
+        """Put the answer behind the prompt, as the client will repeat it; False if nothing tells."""
         answer, self.answer = self.answer, b""
         if answers := [turn for turn in self.view.turns if turn.role == "assistant"]:
             self.agent.reasons = bool(Prompt(self.view).reasoning)
@@ -5793,9 +5787,8 @@ class Prefill:
 
 
 class Warmup:
-    """Has the server read prompts before they are needed: after a start the heads of recent
-    conversations, later the newest one to keep it warm, and after each answer what the next prompt
-    begins with. One thread does it while no request is running; clients go first, see hold()."""
+    """Has the server read heads after a start, the newest one to keep it warm, and after an answer
+    what the next prompt begins with. One thread does it, while no request is running."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
@@ -5807,22 +5800,19 @@ class Warmup:
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Prefill] = {}  # newest last
-        self.learned: list[list[str]] = []  # as the file has it
         self.talks: dict[tuple[str, ...], Prefill] = {}  # newest last
         self.agents: dict[str, Agent] = {}
         self.prefill: Prefill | None = None  # the one that is under way
+        self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
-        self.state = "off"
+        self.state = "waiting" if self.enabled else "off"
         self.over, self.wake = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Work in a thread from now on."""
         self.over.clear()
-        if self.enabled:
-            self.state = "waiting"
         if self.enabled or self.config.prefill_ahead != "0":
             self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
             self.thread.start()
@@ -5920,8 +5910,7 @@ class Warmup:
     # --- heads: system, tools and model of recent conversations -----------------------------------
 
     def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on. Raises
-        OSError when the file cannot be written."""
+        """Read the heads of earlier runs. Raises OSError when the file cannot be written."""
         replay, lifter = self.proxy.replay, self.proxy.editor.lifter
         if not self.path:
             return
@@ -5944,7 +5933,6 @@ class Warmup:
                 if self.config.scrub and self.config.replay:
                     replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, Prefill(head["path"], view))
-            self.learned = list(map(list, shapes))
         except FileNotFoundError:  # none yet
             pass
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
@@ -5968,12 +5956,11 @@ class Warmup:
         body = front.dump()  # the turns of the view would keep all of the request in memory
         head = Prefill(path, view_of(parse(body), view.dialect), due=False)
         key = digest(path, body).hex()
-        learned = list(map(list, self.proxy.editor.lifter.learner.shapes))
+        written = key, list(self.proxy.editor.lifter.learner.shapes)
         with self.guard:
-            changed = key != next(reversed(self.heads), None) or learned != self.learned
             self.keep(key, head)
-            self.learned = learned
-            if changed and self.path:
+            if written != self.written and self.path:
+                self.written = written
                 try:
                     self.write()
                 except OSError as error:
@@ -5987,8 +5974,8 @@ class Warmup:
         rows: Json = {
             key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()
         }
-        if self.learned:
-            rows["learned"] = self.learned
+        if shapes := list(self.proxy.editor.lifter.learner.shapes):
+            rows["learned"] = shapes
         try:
             with open_private(name, "w") as file:
                 json.dump(rows, file)
@@ -6042,15 +6029,11 @@ class Warmup:
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         """Note that reading ahead would have helped; with `auto` that is when it begins."""
-        kind, owner, agent = (
-            case.verdict.kind,
-            self.proxy.backend.owner,
-            self.agent(exchange.request),
-        )
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
+        agent = self.agent(exchange.request)
         side = kind == "taken" and any(one.side for one in case.between)
-        if self.config.prefill_ahead != "auto" or not owner or agent.helps:
-            return
-        if kind == "template" or side:
+        found = self.config.prefill_ahead == "auto" and owner and (kind == "template" or side)
+        if found and not agent.helps:
             agent.helps = HELPFUL[kind]
             where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
             self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
@@ -6069,8 +6052,8 @@ class Warmup:
         return exchange.trace.conversation, exchange.address, *client
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Called before a client's request is forwarded: its conversation goes on. See whether
-        what was read ahead is what it begins with."""
+        """Called before a client's request is forwarded: see whether what was read ahead is what
+        it begins with."""
         agent, headers = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
         if not self.reads_ahead(agent) or side_of(view, headers):
             return
@@ -6087,21 +6070,20 @@ class Warmup:
             exchange.tap.whole = bytearray()
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
-        """Called after an answer: have the server read what the next prompt begins with, or read
-        it again after a side request. The answer is looked into later, in the thread."""
+        """Called after an answer: what the next prompt begins with is to be read; after a side
+        request, to be read again."""
         tap, agent, key = exchange.tap, self.agent(exchange.request), self.talk_key(exchange)
         if not self.reads_ahead(agent):
             return
-        short = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
-        last = all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
+        fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
+        fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
+        fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
         with self.guard:
             if side:
                 mine = [talk for name, talk in self.talks.items() if name[1:] == key[1:]]
                 for talk in mine[-1:]:
                     talk.due = True
-            elif short and last and view.body.get("n") in (None, 1) and not exchange.fault:
-                if tap is None or not tap.whole:
-                    return
+            elif fit and tap is not None and tap.whole:
                 path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
                 keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
                 self.talks[key] = Prefill(path, view, keys, agent, bytes(tap.whole))
@@ -6127,7 +6109,7 @@ class Warmup:
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# A page is complete without its script, which renews the elements of <main> that have an id.
+# A page is complete without its script, which renews <main>.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -6146,7 +6128,7 @@ dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 .row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
 </style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
-<main>%(main)s</main>
+<main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
 addEventListener("click", async (event) => {
   const button = event.target.closest("[data-copy]");
@@ -6158,37 +6140,30 @@ addEventListener("click", async (event) => {
     getSelection().selectAllChildren(button.previousElementSibling);
   }
 });
+const main = document.querySelector("main");
 const named = (one) => one.getAttribute("href") || one.dataset.copy;
-const state = document.getElementById("state");
-if (state) setInterval(async () => {
+if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
+  const focus = named(document.activeElement);
   try {
     const answer = await fetch("/kvproxy");
     if (!answer.ok) throw answer.status;
     const text = await answer.text();  // the head has another nonce, and is left out
-    const main = text.slice(text.indexOf("<main>"), text.indexOf("</main>"));
-    const page = new DOMParser().parseFromString(main, "text/html");
-    const focus = named(document.activeElement);
-    for (const part of document.querySelectorAll("main > [id]")) {
-      const news = page.getElementById(part.id);
-      part.className = news.className;
-      if (news.innerHTML !== part.innerHTML) part.innerHTML = news.innerHTML;
-    }
-    const again = [...document.querySelectorAll("a, button")].find((one) => named(one) === focus);
-    if (focus && again) again.focus({ preventScroll: true });
-    document.title = state.textContent + " - kvproxy";
+    const news = text.slice(text.indexOf("<main>") + 6, text.indexOf("</main>"));
+    if (news !== main.shown) main.innerHTML = main.shown = news;
   } catch (error) {
-    document.title = state.textContent = "kvproxy does not answer; this is what it told last";
-    state.className = "state bad";
+    document.getElementById("state").textContent = main.shown =
+      "kvproxy does not answer; this is what it told last";
+    document.getElementById("state").className = "state bad";
   }
+  const again = [...main.querySelectorAll("a, button")].find((one) => named(one) === focus);
+  if (again) again.focus({ preventScroll: true });
+  document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script></body></html>
 """
-MAIN = """
-<p id="off" class="fair">{off}</p>
-<p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
-<div id="facts">{facts}</div>
-<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
+MAIN = """{off}<p id="state" role="status" class="state {tone}">{state}</p>
+<div id="hint">{hint}</div>{facts}<h2>Last requests</h2>{rows}{learned}"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
@@ -6316,7 +6291,7 @@ class Pages:
 
     # --- pages for people -------------------------------------------------------------------------
 
-    def html(self, title: str, main: str) -> Answer:
+    def html(self, title: str, main: str, foot: str) -> Answer:
         """A page with this HTML."""
         nonce = uuid.uuid4().hex
         policy = (
@@ -6325,7 +6300,8 @@ class Pages:
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        parts = {"title": html.escape(title), "main": main, "nonce": nonce, "version": __version__}
+        parts = {"title": html.escape(title), "main": main, "foot": foot}
+        parts |= {"nonce": nonce, "version": __version__}
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
@@ -6355,7 +6331,7 @@ class Pages:
             more = tag("h2", "Prompts are shown on that machine only")
             more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
         parts = {
-            "off": f"Switched off: {off_told}." if off else "",
+            "off": tag("p", f"Switched off: {off_told}.", "fair") if off else "",
             "state": html.escape(state),
             "tone": tone,
             "hint": hint,
@@ -6363,7 +6339,7 @@ class Pages:
             "rows": self.rows(requests, near) or tag("p", none),
             "learned": self.learned() if near else "",
         }
-        return self.html(state, MAIN.format_map(parts) + more)
+        return self.html(state, MAIN.format_map(parts), more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
@@ -6394,8 +6370,8 @@ class Pages:
             text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
             text += "\n..." if len(body or b"") > BODY_SHOWN else ""
             main.append(DETAILS.format(f"{name}: {size}", text))
-        main.append(JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it"))
-        return self.html(title, "".join(main))
+        more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
+        return self.html(title, "".join(main), more)
 
     def state(self, near: bool) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and what explains and cures it, as HTML.
