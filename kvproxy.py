@@ -5437,7 +5437,7 @@ class Metrics:
         self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
         for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
             self.counts[f"{name}_total", ""] = 0
-        self.number = self.judged = 0  # of all requests; of those with a verdict
+        self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
         self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
 
@@ -5465,6 +5465,7 @@ class Metrics:
             counts["verdicts_total", verdict.name] += 1
             if prompt is None or cached is None:
                 return ""
+            self.reported += 1
             counts["prompt_tokens_total", "reused"] += cached
             counts["prompt_tokens_total", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
@@ -5919,17 +5920,12 @@ class Warmup:
         try:
             with open(self.path, encoding="ascii") as file:
                 heads = json.load(file)
-            shapes = [Shape(*row) for row in heads.pop("learned", ())]
-            if not all(isinstance(text, str) for shape in shapes for text in shape):
-                raise ValueError("what was learned is not readable")
+            shapes = [Shape(*map(str, row)) for row in heads.pop("learned", ())]
             if lifter.learns:
                 lifter.learner.add(shapes)
                 lifter.learner.news.clear()  # they were told when they were new
             for key, head in heads.items():
-                dialect, counting = dialect_of(head["path"])
-                if dialect is None or counting:
-                    raise ValueError(f"no path of prompts: {head['path']!r}")
-                view = view_of(head["body"], dialect)
+                view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
                 if self.config.scrub and self.config.replay:
                     replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
                 self.keep(key, Prefill(head["path"], view))
@@ -6172,7 +6168,6 @@ DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
 
 # Headers with which a web server in front tells that a request is somebody else's.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
@@ -6313,15 +6308,14 @@ class Pages:
         with proxy.guard:
             requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
-            state, tone, hint = self.state(near)
+            state, tone, hint, cure = self.headline(near)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
         none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
-        help = {name: text for name, _, text in Config.table()}
-        off = [name.upper() for name in SWITCHES if not getattr(config, name)]
-        off_told = ", ".join(f"{name}=0 ({help[name]})" for name in off)
+        settings = {name.upper(): value for name, value in vars(config).items()}
+        about = {name: text for name, _, text in Config.table()}
+        off = [f"{name}=0 ({about[name]})" for name, value in settings.items() if value is False]
         if near:
-            settings = dataclasses.asdict(config).items()
-            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
             more += DETAILS.format("Settings in force", html.escape(told))
         else:
@@ -6331,10 +6325,10 @@ class Pages:
             more = tag("h2", "Prompts are shown on that machine only")
             more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
         parts = {
-            "off": tag("p", f"Switched off: {off_told}.", "fair") if off else "",
+            "off": tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
             "state": html.escape(state),
             "tone": tone,
-            "hint": hint,
+            "hint": tag("p", hint, "soft") + copied(cure),
             "facts": self.facts(),
             "rows": self.rows(requests, near) or tag("p", none),
             "learned": self.learned() if near else "",
@@ -6373,24 +6367,33 @@ class Pages:
         more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
         return self.html(title, "".join(main), more)
 
-    def state(self, near: bool) -> tuple[str, str, str]:
-        """What a person wants to know first, its tone, and what explains and cures it, as HTML.
-        Words of a prompt are for this machine only."""
+    def headline(self, near: bool) -> tuple[str, str, str, str]:
+        """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
+        prompt are for this machine only."""
         metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
+        known, server = self.proxy.backend.known, self.server()
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
         if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
-            return self.failure(last, near)
+            told = (last.error or last.fault) if near else ""
+            if last.status not in (502, 503, 504):
+                return f"The last request failed ({last.status})", "bad", told, ""
+            if known and "state" not in known:
+                return "The model server answers again", "fair", server, ""
+            words = "is not ready" if last.status == 503 else "does not answer"
+            return f"The model server {words} ({last.status})", "bad", told, ""
         if not metrics.window:
-            reported = metrics.counts["prompt_tokens_total", "read"]
-            if metrics.judged and not reported + metrics.counts["prompt_tokens_total", "reused"]:
-                return "The server does not report what it reused", "fair", ""
-            return "No prompt yet", "fair", self.invitation()
+            if metrics.judged and not metrics.reported:
+                return "The server does not report what it reused", "fair", "", ""
+            there = f"No model server answers at {server}. {USUAL_PORTS}"
+            there = f"The model server answers at {server}." if known else there
+            hint = f"{there} Give your agent this address instead (Claude Code: without /v1):"
+            return "No prompt yet", "fair", hint, self.proxy.url + "/v1"
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         firsts = counted(len(metrics.window) - len(judged), "first prompt")
         if not judged:
-            hint = tag("p", "Nothing can be reused until a conversation goes on.", "soft")
-            return f"{firsts}, nothing to reuse so far", "fair", hint
+            hint = "Nothing can be reused until a conversation goes on."
+            return f"{firsts}, nothing to reuse so far", "fair", hint, ""
         talk = metrics.window[-1].conversation
         newest = [one for one in judged if one.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
@@ -6398,50 +6401,28 @@ class Pages:
         misses = len(list(again))
         if rate >= least and misses < 3:
             hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
-            hint = tag("p", f"{hint} conversation; {firsts} not counted.", "soft")
-            return f"The cache works: {int(100 * rate)}% reused", "good", hint
+            hint += f" conversation; {firsts} not counted."
+            return f"The cache works: {int(100 * rate)}% reused", "good", hint, ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
         if misses >= 3:
             state = f"The last {misses} prompts were read again: {judged[-1].verdict.name}"
-        hint, cure = f"{metrics.cause().capitalize()}.", ""
+        hint = f"{metrics.cause().capitalize()}."
         missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
-        if missed and near:
-            hint += f" Last: {spoken_line(missed[-1])}"
-            cure = copied(missed[-1].cure)
-        return state, "bad", tag("p", hint, "soft") + cure
-
-    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
-        """What state() tells when the last request failed."""
-        known, told = self.proxy.backend.known, (last.error or last.fault) if near else ""
-        state = f"The last request failed ({last.status})"
-        if last.status in (502, 503, 504):
-            if known and "state" not in known:
-                return "The model server answers again", "fair", tag("p", self.server(), "soft")
-            words = "is not ready" if last.status == 503 else "does not answer"
-            state = f"The model server {words} ({last.status})"
-            told = told or "It may be loading its model."
-        return state, "bad", tag("p", told, "soft")
+        if not missed or not near:
+            return state, "bad", hint, ""
+        return state, "bad", f"{hint} Last: {spoken_line(missed[-1])}", missed[-1].cure
 
     def server(self) -> str:
         """Where the model server is, and what it told of itself."""
         known = described(self.proxy.backend.known)
         return self.proxy.backend.name() + (f": {known}" if known else "")
 
-    def invitation(self) -> str:
-        """What to do when no prompt came yet, as HTML."""
-        url = html.escape(self.proxy.url)
-        told = tag("p", "Give your agent this address instead of the server's, and send something:")
-        told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
-        if self.proxy.backend.known:
-            return told + tag("p", f"The model server answers at {self.server()}", "good")
-        return told + tag("p", f"No model server answers at {self.server()}. {USUAL_PORTS}", "bad")
-
     def facts(self) -> str:
         metrics, warmup = self.proxy.metrics, self.proxy.warmup
         counts, tokens = metrics.counts, "prompt_tokens_total"
         reused, read = counts[tokens, "reused"], counts[tokens, "read"]
         saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
-        unknown = "" if reused + read else "not reported" if metrics.judged else "-"
+        unknown = "" if metrics.reported else "not reported" if metrics.judged else "-"
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
