@@ -4737,7 +4737,7 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.key = ""  # for the questions that `check` asks; clients bring their own
+        self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.lost_at = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
@@ -4792,11 +4792,12 @@ class Backend:
             self.describe(1.0)
 
     def ask(
-        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+        self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
     ) -> tuple[int, Any]:
-        """What fetch() returns of a question to the server."""
+        """What fetch() returns of a question to the server, with the keys of a client's request."""
         try:
-            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
+            keys = self.keys if request is None else keys_of(request)
+            return fetch(self.locate(), path, timeout, keys, body)
         except OSError as error:
             return 0, str(error)
 
@@ -5263,8 +5264,9 @@ class Proxy:
         """Has the server count the tokens of a text, while it is idle."""
 
         def count(text: str) -> int | None:
-            asked = dump({"content": text}), key_of(exchange.request)
-            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
+            body, request = dump({"content": text}), exchange.request
+            answer = self.backend.ask("/tokenize", 3.0, body, request)[1]
+            tokens = members(answer).get("tokens")
             return len(tokens) if isinstance(tokens, list) else None
 
         return count if self.still.is_set() else None
@@ -5283,8 +5285,8 @@ class Proxy:
             return
         prompts = list[str]()
         for one in (*before, exchange):
-            asked = bytes(one.forwarded or b""), key_of(exchange.request)
-            answer = self.backend.ask("/apply-template", 3.0, *asked)[1]
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
         if all(prompts):
@@ -5297,9 +5299,10 @@ class Proxy:
             )
 
 
-def key_of(request: Request) -> str:
-    """The API key that a client sent to the server."""
-    return request.get("authorization").removeprefix("Bearer ")
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5389,10 +5392,7 @@ class Judged(NamedTuple):
     prompt: int
     verdict: Verdict
     conversation: str
-
-    def missed(self, least: float) -> bool:
-        """Whether less than this share was reused of what should have been."""
-        return self.verdict.name in MISSES and self.cached < least * self.prompt
+    missed: bool  # too little was reused of what should have been
 
 
 def reused_share(prompts: Collection[Judged]) -> float | None:
@@ -5471,7 +5471,9 @@ class Metrics:
             self.save(exchange, prompt, cached)
             if verdict.side:
                 return ""
-            self.window.append(Judged(cached, prompt, verdict, exchange.trace.conversation))
+            missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+            talk = exchange.trace.conversation
+            self.window.append(Judged(cached, prompt, verdict, talk, missed))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
@@ -5640,8 +5642,6 @@ FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "par
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
 TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
-HELPFUL = {"template": "the chat template renders old turns otherwise than before",
-           "taken": "a side request takes the slot"}  # fmt: skip
 # How an answer ends that is whole, and calls no tool.
 WHOLE = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
 
@@ -5714,18 +5714,12 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
     return turns if speaks and no_calls and end == WHOLE[dialect.name] else []
 
 
-def keys_of(request: Request) -> dict[str, str]:
-    """The headers that let a client in."""
-    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
-    return {name: key for name, key in keys.items() if key}
-
-
 @dataclasses.dataclass
 class Agent:
     """What was seen of the clients with one User-Agent."""
 
     name: str
-    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
+    helps: bool = False  # it was seen that reading ahead would have helped
     wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
     reasons: bool = False  # they sent reasoning back
     parts: bool = False  # they sent answers as lists of parts
@@ -6030,9 +6024,10 @@ class Warmup:
         side = kind == "taken" and any(one.side for one in case.between)
         found = self.config.prefill_ahead == "auto" and owner and (kind == "template" or side)
         if found and not agent.helps:
-            agent.helps = HELPFUL[kind]
-            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
-            self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
+            agent.helps = True
+            on = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            why = "a side request takes the slot" if side else "the chat template changes old turns"
+            self.proxy.log.info("read ahead | %s for %s: %s", on, agent.name, why)
 
     def told(self) -> str:
         """For whom it is on, for the page; '' where nothing came up."""
@@ -6397,8 +6392,7 @@ class Pages:
         talk = metrics.window[-1].conversation
         newest = [one for one in judged if one.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
-        again = itertools.takewhile(lambda one: one.missed(least), reversed(judged))
-        misses = len(list(again))
+        misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
         if rate >= least and misses < 3:
             hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
             hint += f" conversation; {firsts} not counted."
@@ -6407,7 +6401,7 @@ class Pages:
         if misses >= 3:
             state = f"The last {misses} prompts were read again: {judged[-1].verdict.name}"
         hint = f"{metrics.cause().capitalize()}."
-        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
+        missed = [one.verdict for one in judged if one.missed and one.verdict.line()]
         if not missed or not near:
             return state, "bad", hint, ""
         return state, "bad", f"{hint} Last: {spoken_line(missed[-1])}", missed[-1].cure
@@ -6803,7 +6797,7 @@ def command_bench(args: Words, config: Config) -> int:
 def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
-    backend.key = os.environ.get("API_KEY", "")
+    backend.keys = bearer(os.environ.get("API_KEY", ""))
     found = backend.describe()
     if not found:
         print(f"No model server answers at {backend.name()}.")
