@@ -4729,7 +4729,7 @@ LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
 OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another API key", 503: "it loads its model"}
+STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
@@ -5019,8 +5019,6 @@ class Proxy:
         self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
-    # --- life -------------------------------------------------------------------------------------
-
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
         path, size = self.config.capture_file, self.config.capture_mb << 20
@@ -5092,15 +5090,12 @@ class Proxy:
         except Exception:
             self.log.exception(what)
 
-    # --- before a request is forwarded ------------------------------------------------------------
-
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
         note = "internal error"
         with self.faults_logged("a body could not be edited and was forwarded as it came"):
             try:
-                self.edit(exchange)
-                return
+                return self.edit(exchange)
             except Unreadable as error:
                 note = str(error)
             except RecursionError:  # what was parsed may be too deep for what comes after it
@@ -5116,15 +5111,12 @@ class Proxy:
         exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
         client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        learn = not exchange.counting
-        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        exchange.trace = self.editor.apply(view, report, client, len(raw), not exchange.counting)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
-
-    # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
@@ -5177,8 +5169,6 @@ class Proxy:
         if self.backend.away:
             self.log.info("backend found: %s answers", self.backend.name())
         self.backend.away = False
-
-    # --- after the answer -------------------------------------------------------------------------
 
     def finished(self, exchange: Exchange) -> None:
         """Record a request; if less was reused than should have been, once the server is idle and
@@ -5902,8 +5892,6 @@ class Warmup:
         if view is not None:
             self.follow(exchange, view, path)
 
-    # --- heads: system, tools and model of recent conversations -----------------------------------
-
     def load(self) -> None:
         """Read the heads of earlier runs. Raises OSError when the file cannot be written."""
         replay, lifter = self.proxy.replay, self.proxy.editor.lifter
@@ -6001,8 +5989,6 @@ class Warmup:
             if status in (401, 403, *self.NOT_READY):
                 return
             head.due, self.proxy.last_end = False, time.monotonic()
-
-    # --- reading ahead ----------------------------------------------------------------------------
 
     def agent(self, request: Request) -> Agent:
         name = visible(request.get("user-agent")[:60]) or "clients without a name"
@@ -6192,7 +6178,9 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        same_site = self.same_site(request)
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
+        ours = not origin or origin.partition("://")[2] == request.get("host")
+        same_site = ours and site in ("", "none", "same-origin")  # as browsers tell
         near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
         if path == "/kvproxy" and same_site:
             return self.page(near, request.get("host"))
@@ -6212,12 +6200,6 @@ class Pages:
             if path == f"/kvproxy/requests/{exchange.number}.json":
                 return self.detail(exchange)
         return self.error(404, "There is no such page.")
-
-    def same_site(self, request: Request) -> bool:
-        """Whether a request comes from no other site's page, as browsers tell."""
-        origin, site = request.get("origin"), request.get("sec-fetch-site")
-        ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6249,8 +6231,6 @@ class Pages:
                     lines.append(f"kvproxy_{name}{labels} {number}")
         return "\n".join(lines) + "\n"
 
-    # --- a request as data ------------------------------------------------------------------------
-
     def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
         """What stands about a request beside its bodies: what differs between the two prompts, and
         where its tokens go, if the bodies are not too long."""
@@ -6278,8 +6258,6 @@ class Pages:
             body += name + json.dumps(text, ensure_ascii=False).encode()
         body += b"}"
         return 200, body, self.HEADERS, "application/json"
-
-    # --- pages for people -------------------------------------------------------------------------
 
     def html(self, title: str, main: str, foot: str) -> Answer:
         """A page with this HTML."""
