@@ -5162,7 +5162,6 @@ class Proxy:
             self.last_end = time.monotonic()
             if not self.active:
                 self.still.set()
-                self.warmup.quiet()
 
     def found(self) -> None:
         """Note that the server answers."""
@@ -5775,6 +5774,7 @@ class Warmup:
     """Has the server read heads after a start, the newest one to keep it warm, and after an answer
     what the next prompt begins with. One thread does it, while no request is running."""
 
+    LOOK = 0.1  # seconds between two looks at what is due
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
@@ -5793,7 +5793,8 @@ class Warmup:
         self.lost_at = proxy.backend.lost_at
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
         self.state = "waiting" if self.enabled else "off"
-        self.over, self.wake = threading.Event(), threading.Event()
+        self.next_try = 0.0  # at a server that is away
+        self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -5805,7 +5806,6 @@ class Warmup:
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.wake.set()
         with self.guard:
             prefill = self.prefill
         if prefill is not None:
@@ -5814,31 +5814,24 @@ class Warmup:
             self.thread.join(5)
 
     def run(self) -> None:
-        wait: float | None = self.FIRST_WAIT
-        while not self.over.is_set():
-            self.wake.wait(wait)
-            self.wake.clear()
-            wait = self.AWAY_WAIT
+        while not self.over.wait(self.LOOK):
             with self.proxy.faults_logged("warm-up failed"):
-                wait = self.step()
+                self.step()
 
-    def step(self) -> float | None:
-        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
-        idle = time.monotonic() - self.proxy.last_end
+    def step(self) -> None:
+        """Have the server read what is due, if nothing else is going on."""
+        now = time.monotonic()
+        idle = now - self.proxy.last_end
         with self.guard:
             talk = next((talk for talk in self.talks.values() if talk.due), None)
-        if talk is not None and not self.proxy.running:
-            if idle < self.config.prefill_ahead_seconds:
-                return self.config.prefill_ahead_seconds - idle
+        if self.proxy.running:
+            return
+        if talk is not None and idle >= self.config.prefill_ahead_seconds:
             talk.due = False  # what fails is not tried again
             if not talk.answer or talk.add_answer():
                 self.send(talk, f"read ahead | {talk.agent.name}")
-            return 0
-        if not self.enabled:
-            return None
-        if idle >= self.FIRST_WAIT and not self.proxy.running:  # else an agent runs its tools
+        elif idle >= self.FIRST_WAIT and now >= self.next_try:  # else an agent runs its tools
             self.warm(idle)
-        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
 
     def send(self, prefill: Prefill, name: str) -> int:
         """Have the server read a prompt; returns the status, 0 without an answer."""
@@ -5979,6 +5972,7 @@ class Warmup:
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
             self.state = "the server is away"
+            self.next_try = time.monotonic() + self.AWAY_WAIT
             return
         for number, head in enumerate(due, 1):
             self.state = f"head {number} of {len(due)}"
@@ -5986,7 +5980,9 @@ class Warmup:
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             if status in (401, 403):
                 self.keys = None  # until a client brings one that is taken
-            if status in (401, 403, *self.NOT_READY):
+                return
+            if status in self.NOT_READY:
+                self.next_try = time.monotonic() + self.AWAY_WAIT
                 return
             head.due, self.proxy.last_end = False, time.monotonic()
 
@@ -6066,12 +6062,6 @@ class Warmup:
                 self.talks[key] = Prefill(path, view, keys, agent, bytes(tap.whole))
                 if len(self.talks) > TALKS:
                     del self.talks[next(iter(self.talks))]
-        self.quiet()
-
-    def quiet(self) -> None:
-        """Called when no request is running any more."""
-        if any(talk.due for talk in list(self.talks.values())):
-            self.wake.set()
 
     def rest(self) -> None:
         """Wait until what follows an answer that just came has been read ahead."""
