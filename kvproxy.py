@@ -5069,9 +5069,7 @@ class Proxy:
         """http://host:port, with the port that was really taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        host, port = str(self.server.server_address[0]), self.server.server_address[1]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
     def known_host(self, host: str) -> bool:
         """Whether a Host can be this machine: an IP address, a name that public DNS cannot hold, or
@@ -5286,6 +5284,12 @@ class Proxy:
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
+
+
+def url_of(host: str, port: int) -> str:
+    """How this machine reaches what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def keys_of(request: Request) -> dict[str, str]:
@@ -7096,8 +7100,7 @@ def command_serve(args: Words, config: Config) -> int:
 
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
+    url = url_of(config.listen_host, config.listen_port)
     there = urllib.parse.urlsplit(url)
     if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
