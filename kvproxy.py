@@ -6188,7 +6188,7 @@ class Pages:
         wanted = request.get("accept")
         if "application/json" in wanted and "text/html" not in wanted:
             path = path.removesuffix(".json") + ".json"
-        for exchange in recent:
+        for exchange in map(copy.copy, recent):  # the bodies may be let go of meanwhile
             if path == f"/kvproxy/requests/{exchange.number}":
                 return self.request_page(exchange)
             if path == f"/kvproxy/requests/{exchange.number}.json":
@@ -6225,13 +6225,13 @@ class Pages:
                     lines.append(f"kvproxy_{name}{labels} {number}")
         return "\n".join(lines) + "\n"
 
-    def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
+    def compared(self, exchange: Exchange) -> Json:
         """What stands about a request beside its bodies: what differs between the two prompts, and
         where its tokens go, if the bodies are not too long."""
         row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with suppress(Unreadable, RecursionError):
-            for raw in bodies:
+            for raw in (exchange.received, exchange.forwarded):
                 if raw is not None and exchange.dialect is not None and comparable(raw):
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
         if len(prompts) == 2:
@@ -6243,13 +6243,13 @@ class Pages:
     def detail(self, exchange: Exchange) -> Answer:
         """A request with its body as received and as forwarded. Takes at most ten times the memory
         of the two."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
         body = bytearray(row.encode("utf-8", "backslashreplace"))
         del row
-        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+        for name in ("received", "forwarded"):
+            raw = getattr(exchange, name)
             text = None if raw is None else raw.decode("utf-8", "replace")
-            body += name + json.dumps(text, ensure_ascii=False).encode()
+            body += f', "{name}": '.encode() + json.dumps(text, ensure_ascii=False).encode()
         body += b"}"
         return 200, body, self.HEADERS, "application/json"
 
@@ -6304,17 +6304,9 @@ class Pages:
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row, title = self.compared(exchange, bodies), f"Request {exchange.number}"
-        facts = {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time)),
-            "client": row["client"],
-            "model": exchange.model or "-",
-            "path": row["path"],
-            "status": str(exchange.status or "-"),
-            "tokens read": read_of(exchange.usage),
-            "time for": waits(exchange),
-        }
+        row, title = self.compared(exchange), f"Request {exchange.number}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        facts = {"sent": when, **facts_of(exchange)}
         main = [tag("p", title, "state"), defined(facts), verdict_html(exchange)]
         if "where it goes" in row:
             weights = row["where it goes"]
@@ -6326,7 +6318,7 @@ class Pages:
         main += [tag("h2", "What kvproxy changed in the prompt"), f"<pre>{changed}</pre>"]
         if exchange.answer:
             main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
-        for name, body in zip(("Received", "Forwarded"), bodies, strict=True):
+        for name, body in (("Received", exchange.received), ("Forwarded", exchange.forwarded)):
             size = "no longer kept" if body is None else f"{len(body):,} bytes"
             text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
             text += "\n..." if len(body or b"") > BODY_SHOWN else ""
@@ -6400,8 +6392,7 @@ class Pages:
             "read ahead": warmup.told(),
             "tokens read in idle time": f"{idle:,}" if idle else "",
         }
-        told = defined({name: value for name, value in facts.items() if value})
-        return told + (tag("p", f"Time saved: {SAVED_BY}", "soft") if saved else "")
+        return defined(facts) + (tag("p", f"Time saved: {SAVED_BY}", "soft") if saved else "")
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""
@@ -6428,26 +6419,38 @@ class Pages:
 
     def item(self, exchange: Exchange, near: bool) -> str:
         """A request in the list, as HTML; one without a number is being served."""
-        number, usage = exchange.number, exchange.usage
-        if not number:
-            start = tag("b", "is answered" if exchange.begun else "waits for the server")
-            cells = [f"for {duration(time.monotonic() - exchange.started)}"]
-        else:
+        number = exchange.number
+        start = tag("b", "is answered" if exchange.begun else "waits for the server")
+        if number:
             when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
             start = f"#{number} <time>{when}</time>"
-            if near:
-                start = f'<a href="/kvproxy/requests/{number}">{start}</a>'
-            told = f"{read_of(usage)} tokens read"
-            if exchange.status != 200:
-                told = f"status {exchange.status}" if exchange.status else exchange.fault
-            elif exchange.counting:
-                told = "counts tokens"
-            elif usage.read() is None:
-                told = "reuse not reported"
-            cells = [told, waits(exchange)]
-        cells += [client_of(exchange), exchange.model, printable(exchange.request.path)]
-        spans = "".join(tag("span", cell) for cell in cells if cell)
+        if number and near:
+            start = f'<a href="/kvproxy/requests/{number}">{start}</a>'
+        spans = "".join(tag("span", fact) for fact in facts_of(exchange).values())
         return ITEM.format(start + spans, verdict_html(exchange, near) if number else "")
+
+
+def facts_of(exchange: Exchange) -> dict[str, str]:
+    """What stands in a request's row and on its page."""
+    usage, start = exchange.usage, exchange.started
+    told = f"{read_of(usage)} tokens read"
+    if not exchange.number:
+        told = f"for {duration(time.monotonic() - start)}"
+    elif exchange.status != 200:
+        told = f"status {exchange.status}" if exchange.status else exchange.fault
+    elif exchange.counting:
+        told = "counts tokens"
+    elif usage.read() is None:
+        told = "reuse not reported"
+    ends = {"first byte": exchange.begun, "all": exchange.ended} if exchange.number else {}
+    times = [f"{name} {duration(at - start)}" for name, at in ends.items() if at]
+    return {
+        "prompt": told,
+        "time": ", ".join(times),
+        "client": client_of(exchange),
+        "model": exchange.model,
+        "path": printable(exchange.request.path),
+    }
 
 
 def row_of(exchange: Exchange) -> Json:
@@ -6492,8 +6495,10 @@ def tag(name: str, text: str, kind: str = "") -> str:
 
 
 def defined(facts: dict[str, str]) -> str:
-    """Names and values as an HTML list."""
-    pairs = (f"<div>{tag('dt', name)}{tag('dd', value)}</div>" for name, value in facts.items())
+    """Names and values, where there is one, as an HTML list."""
+    pairs = [
+        f"<div>{tag('dt', name)}{tag('dd', told)}</div>" for name, told in facts.items() if told
+    ]
     return f"<dl>{''.join(pairs)}</dl>"
 
 
@@ -6515,13 +6520,6 @@ def client_of(exchange: Exchange) -> str:
 def read_of(usage: Usage) -> str:
     """How many tokens of a prompt had to be read."""
     return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
-
-
-def waits(exchange: Exchange) -> str:
-    """Time to the first byte, and in all."""
-    ends = {"first byte": exchange.begun, "all": exchange.ended}
-    times = [f"{name} {duration(at - exchange.started)}" for name, at in ends.items() if at]
-    return ", ".join(times) or "-"
 
 
 def diff_line(line: str) -> str:
