@@ -4694,6 +4694,7 @@ class Exchange:
     ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
         self.address = address  # of the client, without the port
+        self.client = b""  # a hash of who sent it
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
         self.sent = self.begun = self.ended = 0.0
@@ -4846,11 +4847,9 @@ def described(found: Json) -> str:
 def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
-    if target == "*":
-        return target
     if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
         prefix = prefix[:-3]
-    return prefix + target
+    return target if target == "*" else prefix + target
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -5108,7 +5107,9 @@ class Proxy:
         exchange.stream = bool(view.body.get("stream"))
         exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
-        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        client = exchange.client = digest(
+            exchange.address, *map(exchange.request.get, CLIENT_HEADERS)
+        )
         exchange.trace = self.editor.apply(view, report, client, len(raw), not exchange.counting)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
@@ -5789,7 +5790,8 @@ class Warmup:
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Prefill] = {}  # newest last
-        self.talks: dict[tuple[str, ...], Prefill] = {}  # newest last
+        # (conversation, client) -> its newest prompt, newest last
+        self.talks: dict[tuple[str, bytes], Prefill] = {}
         self.agents: dict[str, Agent] = {}
         self.prefill: Prefill | None = None  # the one that is under way
         self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
@@ -6023,11 +6025,6 @@ class Warmup:
         helps = any(one.helps for one in agents) and not told
         return "off: the server is no llama.cpp" if helps else ", ".join(told)
 
-    def talk_key(self, exchange: Exchange) -> tuple[str, ...]:
-        """Which conversation a request belongs to, and of which client."""
-        client = map(exchange.request.get, CLIENT_HEADERS)
-        return exchange.trace.conversation, exchange.address, *client
-
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: see whether what was read ahead is what
         it begins with."""
@@ -6035,7 +6032,7 @@ class Warmup:
         if not self.reads_ahead(agent) or side_of(view, headers):
             return
         with self.guard:
-            talk = self.talks.pop(self.talk_key(exchange), None)
+            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
         if talk is not None and talk.closed and talk.begins(path, view):
             agent.wrong, exchange.ahead = 0, talk.usage.prompt
         elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
@@ -6049,7 +6046,7 @@ class Warmup:
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
         """Called after an answer: what the next prompt begins with is to be read; after a side
         request, to be read again."""
-        tap, agent, key = exchange.tap, self.agent(exchange.request), self.talk_key(exchange)
+        tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
         if not self.reads_ahead(agent):
             return
         fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
@@ -6057,13 +6054,14 @@ class Warmup:
         fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
         with self.guard:
             if side:
-                mine = [talk for name, talk in self.talks.items() if name[1:] == key[1:]]
+                mine = [talk for (_, whose), talk in self.talks.items() if whose == client]
                 for talk in mine[-1:]:
                     talk.due = True
             elif fit and tap is not None and tap.whole:
                 path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
-                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
-                self.talks[key] = Prefill(path, view, keys, agent, bytes(tap.whole))
+                name = exchange.trace.conversation
+                keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
+                self.talks[name, client] = Prefill(path, view, keys, agent, bytes(tap.whole))
                 if len(self.talks) > TALKS:
                     del self.talks[next(iter(self.talks))]
 
