@@ -5432,6 +5432,7 @@ class Metrics:
         for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
             self.counts[f"{name}_total", ""] = 0
         self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
+        self.kept = 0  # bytes of their bodies, and of some that are gone
         self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
 
@@ -5503,11 +5504,13 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
-        size = 0
-        for one in reversed(self.recent):
-            size += one.size()
-            if size > self.KEEP_BYTES:
-                one.received = one.forwarded = None
+        self.kept += exchange.size()
+        if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
+            self.kept = 0
+            for one in reversed(self.recent):
+                if self.kept + one.size() > self.KEEP_BYTES:
+                    one.received = one.forwarded = None
+                self.kept += one.size()
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -5993,11 +5996,12 @@ class Warmup:
             head.due, self.proxy.last_end = False, time.monotonic()
 
     def agent(self, request: Request) -> Agent:
-        name = visible(request.get("user-agent")[:60]) or "clients without a name"
+        key = request.get("user-agent")
         with self.guard:
-            if len(self.agents) > 256:
-                self.agents.clear()
-            return self.agents.setdefault(name, Agent(name))
+            if key not in self.agents:
+                name = visible(key[:60]) or "clients without a name"
+                remember(self.agents, key, Agent(name), 256)
+            return self.agents[key]
 
     def reads_ahead(self, agent: Agent) -> bool:
         """Whether prompts of such clients are read ahead."""
