@@ -3773,7 +3773,7 @@ HEAD_LIMIT = 65536  # bytes of a head
 HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
@@ -3925,12 +3925,11 @@ class Stream(io.RawIOBase):
                 raise self.gone(str(error)) from None
 
     def sendall(self, data: Any) -> None:
-        sent = self.attempt(self.sock.send, data, WRITE)
-        while sent < len(data):
-            data = memoryview(data)[sent:]
+        while data:
             sent = self.attempt(self.sock.send, data, WRITE)
+            data = memoryview(data)[sent:] if sent < len(data) else b""
 
-    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+    def makefile(self, mode: str, size: int = BUFFER // 2) -> Any:
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
@@ -3997,7 +3996,9 @@ def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
     them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
     ones, and takes more than twice as long."""
     headers = Fields()
-    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+    whole = HEAD_END.search(b"\n" + file.peek())  # as a rule it is there
+    lines = iter(file.read(whole.end() - 1).splitlines(True) if whole else ())
+    while (line := next(lines, b"") or read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         if len(headers) >= HEADER_LIMIT:
             raise TooLong("too many header lines")
@@ -4129,9 +4130,9 @@ class Response(http.client.HTTPResponse):
         else:
             self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
-        closes = re.search(r"(?i)\bclose\b", ",".join(headers.all("connection")))
         framed = self.chunked or self.length is not None
-        self.keeps = framed and not closes and line.startswith(b"HTTP/1.1")
+        closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
+        self.keeps = framed and not closes
 
     def release(self) -> bool:
         """Let go of the connection, at the end of the body; whether it can be used again."""
@@ -4191,10 +4192,6 @@ class Upstream(http.client.HTTPConnection):
             head, body = head + body, b""
         self.send(head)
         self.send(body)
-
-    def idle(self) -> bool:
-        """Whether nothing came on a connection that was kept, not even its end."""
-        return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
         """Read ahead: whether the final answer has begun, or the connection has ended."""
@@ -4256,7 +4253,7 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = default_request_version = "HTTP/1.1"
-    rbufsize = BUFFER // 2
+    rbufsize = BUFFER
     rfile: Any
     _headers_buffer: list[bytes | bytearray]
 
@@ -4277,6 +4274,7 @@ class Relay(BaseHTTPRequestHandler):
         self.until = 0.0  # on the monotonic clock: the client has to send by then
         self.linger = False  # the client is still sending
         self.abort = False
+        self.host = ""  # the last Host that was found to be known
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -4470,9 +4468,11 @@ class Relay(BaseHTTPRequestHandler):
         if (request.length or 0) > self.limit:
             raise Refused(413, TOO_LONG % self.limit)
         host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+        if self.proxy.loopback_only and host and host != self.host:
+            if not self.proxy.known_host(host):
+                # The page had its own name resolve to this machine (DNS rebinding).
+                raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+            self.host = host
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
@@ -4578,7 +4578,7 @@ class Relay(BaseHTTPRequestHandler):
         self.kept = None
         if kept is not None:
             passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-            if passes or kept.url is not backend.url or not kept.idle():
+            if passes or kept.url is not backend.url:
                 kept.close()
             else:
                 with suppress(http.client.RemoteDisconnected):
@@ -4612,7 +4612,9 @@ class Relay(BaseHTTPRequestHandler):
         backend, stream = self.proxy.backend, upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         try:
-            self.watch(READ, 0)  # the client may have left by now
+            # The client may have left by now; the server, where it was kept, or sent what nobody asked.
+            if self.watch(READ, 0) and upstream.kept:
+                raise EOFError
             self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
