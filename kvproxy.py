@@ -363,7 +363,10 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system messages."""
-        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
+        for count, turn in enumerate(self.turns):
+            if turn.role != "system":
+                return count
+        return len(self.turns)
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -455,6 +458,7 @@ def _finite(text: str) -> float:
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
 _parse_at = _strict.raw_decode
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
@@ -478,7 +482,7 @@ def parse(raw: bytes | bytearray | str) -> Json:
 
 def dump(body: Any) -> bytes:
     """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+    return _compact_json(body).encode("ascii")
 
 
 def bare(part: Json) -> Json:
@@ -4087,8 +4091,9 @@ class Request:
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """A header's value, the first one if there are several, or ''."""
-        return next(iter(self.headers.all(name.lower())), "")
+        """The value of a header (in lower case), the first one if there are several, or ''."""
+        values = self.headers.index.get(name)
+        return values[0] if values else ""
 
 
 # --- the model server's side ----------------------------------------------------------------------
