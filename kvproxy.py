@@ -5085,7 +5085,7 @@ class Proxy:
             for everything, seconds in ((False, grace), (True, 2.0)):
                 until = time.monotonic() + seconds
                 while server.hang_up(everything) and time.monotonic() < until:
-                    time.sleep(0.01)
+                    time.sleep(0.001)
             self.thread.join(5)
             with suppress(OSError):
                 self.capture.close()

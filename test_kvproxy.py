@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
 
 
 def assert_linear(
-    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 32768
+    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 16384
 ) -> None:
     """Twice the input takes at most three times the time of this thread, at every size up to
     `most`; the best of several runs counts, so that a busy machine does not matter."""
