@@ -1883,6 +1883,7 @@ class Trace:
     record: Record | None = None
     line: Line | None = None
     whose: int = 0  # a hash of the client and the dialect
+    opening: bytes = b""  # a hash of the first user's words
 
 
 class Replay:
@@ -1986,27 +1987,36 @@ class Replay:
             unit.sum_up()
         return units
 
-    def name(self, view: View, whose: int, units: list[Unit]) -> str:
-        """The conversation() of a request; one whose beginning was rewritten is known by the first
-        answer that it has."""
+    def name(self, view: View, trace: Trace, units: list[Unit]) -> str:
+        """The conversation() of a request; one whose front was rewritten is known by the first
+        answer that it has, and what that was said to."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
-        known = self.names.get(hash((whose, *spoken(first)))) if first is not None else None
-        return known or self.conversation(view, units)
+        said = spoken(first) if first is not None else ()
+        for key in ((trace.whose, trace.opening, *said), (trace.whose, *said)) if said else ():
+            if known := self.names.get(hash(key)):
+                return known
+        return self.conversation(view, trace.opening)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to, unless others may get the same: a few
-        words, or calls with ids that are names and numbers."""
+        """Note which conversation an answer belongs to. By itself it tells that, unless others may
+        get the same: a few words, or calls with ids that are names and numbers."""
+        if not answer.complete:
+            return
+        said = answer.opening, answer.calls
+        remember(self.names, hash((trace.whose, trace.opening, *said)), trace.conversation)
         random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
-        if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
-            key = hash((trace.whose, answer.opening, answer.calls))
-            remember(self.names, key, trace.conversation)
+        if random_ids or len(answer.opening) >= LONG_ANSWER:
+            remember(self.names, hash((trace.whose, *said)), trace.conversation)
 
-    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
+    def opening(self, units: list[Unit]) -> bytes:
+        """A hash of what the first user says."""
+        return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+
+    def conversation(self, view: View, opening: bytes | None = None) -> str:
         """A name for what a conversation's requests have in common: system prompt and the first
         user's words. It is the same in every process."""
-        units = units or self.units(view)
-        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
+        opening = self.opening(self.units(view)) if opening is None else opening
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -2042,9 +2052,9 @@ class Replay:
                 if learn:
                     self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
-        whose = hash((client, view.dialect.name))
-        name = match.record.conversation if match.record else self.name(view, whose, units)
-        trace = Trace(name, whose=whose)
+        trace = Trace(whose=hash((client, view.dialect.name)), opening=self.opening(units))
+        record = match.record
+        trace.conversation = record.conversation if record else self.name(view, trace, units)
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:

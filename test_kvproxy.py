@@ -5293,6 +5293,23 @@ def test_replay_conversation_keeps_its_name_whatever_stands_in_front(rig: MakeRi
     assert seen[0] == seen[1] == seen[2] != seen[3]
 
 
+def test_replay_conversation_keeps_its_name_when_a_line_is_learned(rig: MakeRig) -> None:
+    """The answers are short; they tell it together with what was asked."""
+    one = rig()
+    client = RpClient(one, "chat")
+    names: list[str] = []
+    turns: list[Turn] = []
+    for step, at in enumerate(("10:15", "10:16", "10:17", "10:18"), 1):
+        turns += [("user", f"question {step}")]
+        client.send(turns, "ok", RP_SYSTEM + f"\n\nThe time is {at} now.\n\nBe brief.")
+        turns += [("assistant", "ok")]
+        one.finished(step)
+        names.append(one.server.seen[-1].get("X-KVProxy-Conversation") or "")
+    assert one.proxy.editor.lifter.learner.shapes and len(set(names)) == 1
+    client.send([("user", "another"), *turns[1:], ("user", "more")])
+    assert one.server.seen[-1].get("X-KVProxy-Conversation") not in names
+
+
 def test_replay_conversation_is_not_named_by_calls_that_others_have_too(rig: MakeRig) -> None:
     """Some servers count the calls of each answer."""
     one = rig()
