@@ -4670,7 +4670,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
-        exchange.status, exchange.begun = response.status, time.monotonic()
+        exchange.status = response.status
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
@@ -4688,6 +4688,8 @@ class Relay(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for received, payload in response.pieces():
+                # llama-server sends the head before it reads the prompt.
+                exchange.begun = exchange.begun or time.monotonic()
                 if exchange.tap is not None:
                     exchange.tap.add(payload)
                 if self._headers_buffer:
@@ -4714,7 +4716,7 @@ class Exchange:
         self.address = address  # of the client, without the port
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
-        self.sent = self.begun = self.ended = 0.0
+        self.sent = self.begun = self.ended = 0.0  # begun: the first byte behind the answer's head
         self.received: bytes | bytearray | None = None
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None

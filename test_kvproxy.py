@@ -14442,6 +14442,27 @@ def test_status_rows(rig: MakeRig) -> None:
     assert "waits for the server" not in one.get("/kvproxy").body.decode()
 
 
+def test_status_first_byte_is_that_of_the_answer_not_of_its_head(rig: MakeRig) -> None:
+    """llama-server sends the head before it reads the prompt."""
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        assert go_on.wait(PATIENCE)
+        link.event({"choices": [{"delta": {"content": "ok"}}]})
+        link.finish()
+
+    one = rig(script)
+    body = json.dumps(ex_chat("hello", stream=True)).encode()
+    head = f"POST {EX_CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer = one.raw(head.encode() + body)
+    peer.until(b"\r\n\r\n")
+    assert "<b>waits for the server</b>" in one.get("/kvproxy").body.decode()
+    read = time.monotonic()
+    go_on.set()
+    assert one.finished(1)[0].begun >= read
+
+
 def test_status_groups_conversations(rig: MakeRig) -> None:
     one = rig(ex_scripted((0, 1000, 9.0)))
     first, other = ex_talk(3), ex_talk(2, "Other words of a system prompt. " * 30, "other")
