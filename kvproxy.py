@@ -202,13 +202,16 @@ def setting_of(variable: str) -> dataclasses.Field[Any] | None:
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting."""
+    """(variable, setting) of variables that were most likely meant to be a setting: a letter is
+    missing, too many, another or in the wrong place."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
-        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not setting_of(variable):
-            yield variable, close[0]
+        for name in names if not setting_of(variable) else ():
+            if abs(len(name) - len(bare)) <= 1:
+                likeness = difflib.SequenceMatcher(None, bare, name).ratio()
+                if likeness >= 1 - 1 / len(name):
+                    yield variable, name
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
@@ -4882,12 +4885,16 @@ def described(found: Json) -> str:
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
+# What stands beside /v1 on llama-server and LM Studio, or in it already.
+BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(?:[/?]|$)")
+
+
 def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
     if target == "*":
         return target
-    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and BESIDE_V1.match(target):
         prefix = prefix[:-3]
     return prefix + target
 

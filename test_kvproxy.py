@@ -1045,6 +1045,10 @@ def test_config_misspelt_variables() -> None:
         "LISTEN_HORT": "LISTEN_HOST",
         "listen_prt": "LISTEN_PORT",
         "KVPROXY_LOG_FILE": "LOG_FILE",
+        "SCRUP": "SCRUB",
+        "SCURB": "SCRUB",
+        "LFT": "LIFT",
+        "LEARNS": "LEARN",
     }
     right = ("BACKEND_URL", "STRIP_REGEX_2", "PATH", "HOME", "PORT", "URL", "SCRUBBER", "LANG", "X")
     found = dict(kvproxy.misspelt([*near, *right]))
@@ -10745,6 +10749,10 @@ def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) ->
         ("/v1", "/v1/models", "/v1/models"),
         ("/v1/", "/v1", "/v1"),
         ("/v1", "/models", "/v1/models"),
+        ("/v1", "/props", "/props"),
+        ("/llm/v1/", "/apply-template", "/llm/apply-template"),
+        ("/v1", "/slots?model=m", "/slots?model=m"),
+        ("/v1", "/proposals", "/v1/proposals"),
         ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
         ("/api/v1", "/v1/models", "/api/v1/models"),
         ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
