@@ -4312,7 +4312,8 @@ class Relay(BaseHTTPRequestHandler):
         except Refused as refused:
             self.close_connection = self.linger = True
             status, fault = refused.args
-            self.proxy.log.info("refused | status=%d | %s", status, fault)
+            if self.exchange is None:  # else it has a line of its own
+                self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
                 self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
