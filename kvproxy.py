@@ -6162,8 +6162,6 @@ if (document.getElementById("state")) setInterval(async () => {
 }, 3000);
 </script></body></html>
 """
-MAIN = """{off}<p id="state" role="status" class="state {tone}">{state}</p>
-<div id="hint">{hint}</div>{facts}<h2>Last requests</h2>{rows}{learned}"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
@@ -6320,16 +6318,14 @@ class Pages:
             line = COPY.format(html.escape(f"ssh -L {port}:127.0.0.1:{port} {name}"))
             more = tag("h2", "Prompts are shown on that machine only")
             more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
-        parts = {
-            "off": tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
-            "state": html.escape(state),
-            "tone": tone,
-            "hint": tag("p", hint, "soft") + copied(cure),
-            "facts": self.facts(),
-            "rows": self.rows(requests, near) or tag("p", none),
-            "learned": self.learned() if near else "",
-        }
-        return self.html(state, MAIN.format_map(parts), more)
+        main = [
+            tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
+            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
+            f'<div id="hint">{tag("p", hint, "soft")}{copied(cure)}</div>{self.facts()}',
+            tag("h2", "Last requests") + (self.rows(requests, near) or tag("p", none)),
+            self.learned() if near else "",
+        ]
+        return self.html(state, "".join(main), more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
@@ -6473,35 +6469,22 @@ def facts_of(exchange: Exchange) -> dict[str, str]:
         told = "reuse not reported"
     ends = {"first byte": exchange.begun, "all": exchange.ended} if exchange.number else {}
     times = [f"{name} {duration(at - start)}" for name, at in ends.items() if at]
-    return {
-        "prompt": told,
-        "time": ", ".join(times),
-        "client": client_of(exchange),
-        "model": exchange.model,
-        "path": printable(exchange.request.path),
-    }
+    facts = {"prompt": told, "time": ", ".join(times), "client": client_of(exchange)}
+    return {**facts, "model": exchange.model, "path": printable(exchange.request.path)}
 
 
 def row_of(exchange: Exchange) -> Json:
     """A request in numbers."""
-    start, verdict = exchange.started, exchange.verdict
-    times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
-    return {
-        "number": exchange.number,
-        "time": exchange.time,
-        "method": exchange.request.method,
-        "path": printable(exchange.request.path),
-        "status": exchange.status,
-        "fault": exchange.fault or None,
-        "error": exchange.error or None,
-        "client": client_of(exchange),
-        "model": exchange.model or None,
-        "report": vars(exchange.report),
-        "conversation": exchange.trace.conversation or None,
-        "usage": {**vars(exchange.usage), "read": exchange.usage.read()},
-        "verdict": vars(verdict) if verdict else None,
-        **{key: round(1000 * (at - start), 1) if at else None for key, at in times.items()},
-    }
+    request, verdict, usage = exchange.request, exchange.verdict, exchange.usage
+    row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+    row |= {"path": printable(request.path), "status": exchange.status}
+    row |= {"fault": exchange.fault or None, "error": exchange.error or None}
+    row |= {"client": client_of(exchange), "model": exchange.model or None}
+    row |= {"report": vars(exchange.report), "conversation": exchange.trace.conversation or None}
+    row |= {"usage": {**vars(usage), "read": usage.read()}, "verdict": verdict and vars(verdict)}
+    for name, at in (("first_byte_ms", exchange.begun), ("total_ms", exchange.ended)):
+        row[name] = round(1000 * (at - exchange.started), 1) if at else None
+    return row
 
 
 def verdict_html(exchange: Exchange, near: bool = True) -> str:
