@@ -5935,24 +5935,17 @@ class Warmup:
             if lifter.learns:
                 lifter.learner.add(shapes)
                 lifter.learner.news.clear()  # they were told when they were new
-            for key, head in heads.items():
+            for key, head in list(heads.items())[-self.config.warmup_heads :]:
                 view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
                 if self.config.scrub and self.config.replay:
                     replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
-                self.keep(key, Prefill(head["path"], view))
+                self.heads[key] = Prefill(head["path"], view)
         except FileNotFoundError:  # none yet
             pass
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
         self.write()
-
-    def keep(self, key: str, head: Prefill) -> None:
-        """Make a head the newest one; the oldest may go."""
-        self.heads.pop(key, None)
-        self.heads[key] = head
-        if len(self.heads) > self.config.warmup_heads:
-            del self.heads[next(iter(self.heads))]
 
     def remember(self, exchange: Exchange, view: View) -> None:
         """Keep the head of a request that was answered."""
@@ -5965,7 +5958,10 @@ class Warmup:
         key = digest(path, body).hex()
         written = key, list(self.proxy.editor.lifter.learner.shapes)
         with self.guard:
-            self.keep(key, head)
+            self.heads.pop(key, None)
+            self.heads[key] = head
+            if len(self.heads) > self.config.warmup_heads:
+                del self.heads[next(iter(self.heads))]
             if written != self.written and self.path:
                 self.written = written
                 try:
