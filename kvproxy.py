@@ -1799,7 +1799,7 @@ class Record:
             return self.answer
         windows = tap.windows()
         if self.relayed[0] != windows:  # more of it came
-            self.relayed = windows, heard_answer(*windows)
+            self.relayed = windows, heard_answer(answer_events(*windows))
         return self.relayed[1]
 
 
@@ -2836,46 +2836,40 @@ USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
+def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
     """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
+    of a stream, or the whole. Of one that is cut off, the members with numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            with contextlib.suppress(ValueError, RecursionError):
-                if "{" in one:
+            if "{" in one:
+                try:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                continue
-            if window is (last or first):
-                events.append(numbers_at_end(one))
+                except (ValueError, RecursionError):
+                    if window is (last or first):
+                        events.append(numbers_at_end(one))
         windows.append(events)
     return windows
 
 
 def numbers_at_end(text: str) -> Json:
-    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
-    that is its last member; not those of a tool call's input, which may have such names."""
+    """The last members with numbers of a JSON object that is cut off."""
     found: Json = {}
     for member in list(USAGE_MEMBER.finditer(text))[-2:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            value, end = json.JSONDecoder().raw_decode(text, member.end())
-            for opening in ('{"":0', '{"":{"":0'):
-                with contextlib.suppress(ValueError):
-                    json.loads(opening + text[end:])
-                    found[member[1]] = value
+        with suppress(ValueError, RecursionError):
+            found[member[1]] = json.JSONDecoder().raw_decode(text, member.end())[0]
     return found
 
 
-def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
-    in their events, where they are known."""
+def usage_of(windows: list[list[Json]]) -> Usage:
+    """The cache numbers in the events of an answer (llama-server, LM Studio, others)."""
     found: Json = {}
-    for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in (event, event.get("response"), event.get("message")):
-            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
-                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+    for event in itertools.chain(*windows):
+        for part in (event, members(event.get("response")), members(event.get("message"))):
+            for name in USAGE_NAMES.intersection(part):
+                read_numbers(found, name, part[name])
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2890,34 +2884,29 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
-def read_numbers(found: Json, numbers: Json) -> None:
-    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
-    for key, number in numbers.items():
-        if isinstance(number, dict):
-            read_numbers(found, number)
-        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
-            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
+def read_numbers(found: Json, key: str, value: Any) -> None:
+    """Enter a number, or those of a usage or timings object, into `found`."""
+    if isinstance(value, dict):
+        for name, number in value.items():
+            read_numbers(found, name, number)
+    elif key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
 
 
-# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
-_PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {
-    **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
-    "delta": ("response.output_text.delta",),
-    "content": _PLAIN,
-    "text": _PLAIN,
-}
+# What leads to the words and calls of an answer, and the types of objects that hold words.
+ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
+               "item", "output")  # fmt: skip
+WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
-    from their events."""
-    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
-    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+def heard_answer(windows: list[list[Json]]) -> Heard:
+    """What an answer says, by the events of its beginning and, if it is long, of its end."""
+    said = [list(answer_parts(events)) for events in windows]
+    texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
-    if not calls and not any(windows):
+    if not calls and not any(texts):
         return UNREAD
-    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2934,7 +2923,7 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             part = value[name]
             if not isinstance(part, str):
                 yield from answer_parts(part, name)
-            elif kind in ANSWER_KEYS[name]:
+            elif kind in WORD_TYPES and name != "message":  # that is an error's
                 yield part, ""
 
 
@@ -2956,7 +2945,7 @@ def part_text(value: Any) -> str:
     without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
     stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, list):
@@ -2981,6 +2970,13 @@ def told_of(turn: Turn) -> str:
     return turn.told
 
 
+def has_reasoning(turn: Turn) -> bool:
+    item = turn.item or {}
+    kinds = [members(part).get("type") for part in listed(item.get("content"))]
+    thought = bool(item.get("reasoning_content")) or turn.role == "reasoning"
+    return thought or any(kind in REASONING_PARTS for kind in kinds)
+
+
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
@@ -2992,15 +2988,10 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
-    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
-    the turns with which it was sent.
 
-    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
-    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
-    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
-    finished."""
-
-    SEGMENTS = 4096  # those behind are not looked at
+    Reasoning is no segment, since clients and templates drop it at will. `chain` has a hash of all
+    up to each segment, `turns` the same for the turns alone. The last four members are known once
+    the request is finished."""
 
     def __init__(
         self,
@@ -3009,70 +3000,57 @@ class Prompt:
         headers: Mapping[str, str] | None = None,
         now: float = 0.0,
         sent: Prompt | None = None,
-        side: bool = True,
     ) -> None:
         """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock; `side`: whether it may be a side request."""
-        self.conversation, self.time = talk, now
-        self.side = side_of(view, headers or {}) if side else ""
+        `now`: on any clock; `sent`: the prompt as it came, if it was edited."""
+        self.conversation, self.time, self.sent = talk, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
-        shared = {text: text for _, text in sent.segments} if sent is not None else {}
-        for tool in listed(view.body.get("tools")):
-            text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
-        self.first, number = min(len(self.segments), self.SEGMENTS), 1
-        self.reasoning = set[int]()
-        turns = view.turns[view.leading() :]
-        for turn in turns[: self.SEGMENTS]:
-            item = turn.item or {}
-            content = item.get("content")
-            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
-            reasons = turn.role == "reasoning"
-            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
-            if reasons or more:
-                self.reasoning.add(number)
-            if reasons:
-                continue
-            role = "prompt" if view.dialect.turns == "prompt" else turn.role
-            self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            number += 1
-        del self.segments[self.SEGMENTS :]
-        self.system = "\n".join(text for name, text in self.segments if name == "system")
-        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
+        self.system = "\n".join([text for _, text in self.segments])
+        tools = listed(view.body.get("tools"))
+        self.tools = list(map(tool_name, tools))
+        for name, tool in zip(self.tools, tools, strict=True):
+            self.segments.append(
+                (f"tool {name}", json.dumps(bare(tool) if members(tool) else tool))
+            )
+        self.first = len(self.segments)  # place of the first turn
+        self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
+        self.answers = 0  # how many turns there are up to the last answer
+        number, turns = 0, view.turns[view.leading() :]
+        for turn in turns:
+            if has_reasoning(turn):
+                self.reasoning.add(number + 1)
+            if turn.role != "reasoning":
+                number += 1
+                role = "prompt" if view.dialect.turns == "prompt" else turn.role
+                self.segments.append((f"turn {number} ({role})", told_of(turn)))
+            if turn.role == "assistant":
+                self.answers = number
         self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        # In bytes: PEP 393, with one emoji four for each character of a text.
-        texts = {id(text): text for _, text in self.segments}
-        rows = len(self.segments)
-        if sent is not None:
-            texts |= {id(text): text for _, text in sent.segments}
-            rows += len(sent.segments)
-        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
-        self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        held = self.segments + (sent.segments if sent is not None else [])
+        texts = {id(text): text for _, text in held}
+        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
+        self.side = side_of(view, headers) if headers is not None else ""
         self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = self.side or (later if self.answered(0) else "first prompt")
+            self.step = self.side or (later if self.answers else "first prompt")
+        self.tokens: int | None = None
+        self.number = 0
+        self.first_pace = 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def said(self) -> list[str]:
-        """The user texts."""
-        return [text for name, text in self.segments if "(user)" in name]
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
-
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
         (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
-        return raw or self.turns[: len(base.turns)] == base.turns
+        if name == base_name == "turn 1 (prompt)":
+            return text.startswith(base_text)
+        count = len(base.turns)
+        return self.turns[count - 1 : count] == base.turns[-1:]
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
@@ -3081,9 +3059,11 @@ class Prompt:
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
         depth = common_prefix(self.chain, other.chain)
+        if depth == len(other.chain):
+            return other.size
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
-        return sum(len(text) for _, text in self.segments[:depth]) + more
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def links(segments: list[Segment]) -> list[int]:
@@ -3190,25 +3170,16 @@ class Verdict:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
         if self.name == "new branch" and self.kind in ("regenerated", "edited"):
             return f"goes on from an older prompt than the newest one ({self.kind})"
-        if self.name != "rewritten":
+        if self.name != "rewritten" or self.kind == "reasoning":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        elif self.kind == "reasoning":
-            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
         return "; ".join(filter(None, (told, self.remedy())))
 
     def remedy(self) -> str:
         """What helps."""
         return " ".join(filter(None, (self.advice, self.cure)))
-
-
-MOVED_ALONE = "by kvproxy itself; the client only went on"
-MOVED_BESIDE = (
-    "by kvproxy itself, since the system prompt says something else, or another conversation is"
-    " alike up to here; the client's messages only went on"
-)
 
 
 @dataclasses.dataclass
@@ -3222,13 +3193,12 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
-    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     place: int = 0  # of the segment where they part
     learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: str = ""  # what kvproxy moved, while the client's messages only went on
+    moved: bool = False  # by kvproxy itself: the client's messages only went on
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
@@ -3259,38 +3229,25 @@ class Ledger:
         case = Case(verdict, prompt)
         if not stored or not prompt.chain:
             return case
-        case.base = base = previous(prompt, stored)
-        if base is None:  # of other conversations the closest one, rather one with the same tools
-            like = [one for one in stored if one.head == prompt.head] or stored
-            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
-            base = max(rank, key=rank.__getitem__)
-        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
+        case.base = previous(prompt, stored)
+        base = case.base or closest(prompt, stored)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        case.whole = case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        if case.base is not None and sent.goes_on(base.sent or base):
-            case.moved = MOVED_ALONE
-        newer = stored[: stored.index(base)]
-        case.between, case.away = newer[:COMPARED], base.time < lost_at
-        if case.whole:
-            verdict.name, talk = "extended", (base.conversation, base.head)
-            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
-            if again and not prompt.side:
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
-            return case
-        locate_change(case, base, shapes)
-        place = verdict.where.partition(" ")[0]
-        if place == "turn" and case.base is not None and sent.has_turns_of(base.sent or base):
-            case.moved = case.moved or MOVED_BESIDE
-        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
-        same_agent = place != "system" or alike(base.system, prompt.system)
-        if not prompt.side and same_agent and (goes_on or volatile):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        talk = base.conversation, base.head
+        if not case.whole:
+            judge_change(case, base, shapes)
+        elif prompt.side or not any(
+            talk == (one.conversation, one.head) for one in newer if not one.side
+        ):
+            verdict.name = "extended"
         else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+            same = len(prompt.turns) == len(base.turns)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
 
 
@@ -3301,36 +3258,24 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     talk, side = prompt.conversation, prompt.side
     named = (one for one in stored if one.conversation == talk and (side or not one.side))
     own = list(itertools.islice(named, COMPARED))
-    whole = next((one for one in own if prompt.has_turns_of(one)), None)
-    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
-    own += [one for one in newer if one.conversation != talk]  # its name may have changed
-    whole = changed = None
-    deepest = reached = -1
-    for entry in own:
-        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
-        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
-        if whole is not None and whole.head == prompt.head and not deeper:
+    own += [one for one in stored[:LOOKED_AT] if one.conversation != talk]  # its name may change
+    best, reached = None, -1
+    for one in own:
+        whole = prompt.has_turns_of(one)
+        depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
+        if depth < reached or not (whole or prompt.answers > depth):
             continue
-        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
-        later = changed is None and depth > deepest and prompt.answered(depth)
-        if not (begins and depth >= deepest) and not later:
+        if best is not None and depth == reached and prompt.common(one) <= prompt.common(best):
             continue
-        if entry.conversation != talk and not looks_alike(prompt, entry):
-            continue
-        if not begins:
-            changed, reached = entry, depth
-        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
-            whole, deepest = entry, depth
-    if whole is None or deepest <= reached:
-        return changed
-    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
-    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
-        return whole
-    said = prompt.segments[prompt.first + deepest :]
-    while said and "(assistant)" not in said[-1][0]:
-        said.pop()
-    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
-    return newest if in_history else whole
+        if one.conversation == talk or looks_alike(prompt, one):
+            best, reached = one, depth
+    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=best)
+    if best is None or newest is None or newest is best:
+        return best
+    # It was made from the newest one if the last message of that is history now.
+    history = prompt.segments[prompt.first + reached : prompt.first + prompt.answers]
+    made = newest.segments[-1][1] in [text for _, text in history]
+    return newest if made and (newest.conversation == talk or looks_alike(prompt, newest)) else best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3338,58 +3283,99 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
     if name.endswith("(prompt)"):
         return prompt.goes_on(one)
-    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+    if prompt.side or one.side or not one.turns or not prompt.answers:
         return False
     if not (first in opening or opening in first or alike(first, opening)):
         said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
-        if not any(text in said for _, text in one.segments[one.first :]):
+        if said.isdisjoint([text for _, text in one.segments[one.first :]]):
             return False
     return alike(one.system, prompt.system)
+
+
+def closest(prompt: Prompt, stored: list[Prompt]) -> Prompt:
+    """Of other conversations the closest prompt, rather one with the same tools."""
+    like = [one for one in stored if one.head == prompt.head] or stored
+    rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
+    return max(rank, key=rank.__getitem__)
+
+
+def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
+    """Name what became of a prompt that does not go on from an earlier one."""
+    verdict, prompt = case.verdict, case.prompt
+    locate_change(case, base, shapes)
+    place, same_talk = verdict.where.partition(" ")[0], case.base is not None
+    sent, base_sent = prompt.sent or prompt, base.sent or base
+    if same_talk and sent.has_turns_of(base_sent):
+        case.moved = place == "turn" or sent.head == base_sent.head
+    goes_on = same_talk and (place == "turn" or prompt.answers > 0)
+    volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
+    same_agent = place != "system" or alike(base.system, prompt.system)
+    if same_agent and (goes_on or volatile) and not prompt.side:
+        verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
 def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    depth = common_prefix(prompt.chain, base.chain)
+    case.place = depth = common_prefix(prompt.chain, base.chain)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    case.place = depth
     if base.system != prompt.system:
-        verdict.where, old, new = "system", base.system, prompt.system
-        rows = {shape: shape.row() for shape in shapes}
-        left, pieces = lift_text(old, rows.values())
-        if pieces and left != new:
-            old = left  # something else changed as well
-        elif pieces:
-            found = {label for label, _ in pieces}
-            case.learned = [shape for shape, row in rows.items() if row.label in found]
-            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
-            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
-            old, new = changed[0][1], now.get(changed[0][0], "")
+        verdict.where = "system"
+        old, new = system_change(case, base, shapes)
     elif base.tools != prompt.tools:
-        order = sorted(base.tools) == sorted(prompt.tools)
-        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
+        same = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
         at = common_prefix(base.tools, prompt.tools)
         sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
         verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
         return
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
-        verdict.kind = "another order"
-    elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, new = old_name, "taken out", ""
-    elif new and stands_behind(old, prompt, depth):
-        verdict.kind, old = "put in", ""
-    elif sorted(old.split()) == sorted(new.split()):
-        moved = "(tool)" in name and "(tool)" not in old_name
-        other = "another form" if old.split() == new.split() else "another order"
-        verdict.kind = "moved into the result" if moved else other
+    else:
+        verdict.kind = moved_text(base, prompt, depth)
+        if verdict.kind == "taken out":
+            verdict.where, new = old_name, ""
+        elif verdict.kind == "put in":
+            old = ""
     case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
+
+
+def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
+    """The system texts that differ; if all that differs was learned from this very prompt, and is
+    lifted from now on, its two values."""
+    prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
+    rows = [shape.row() for shape in known.values()]
+    left, pieces = lift_text(base.system, rows)
+    if left != prompt.system:
+        return left, prompt.system  # something else changed as well
+    case.learned = [known[label] for label, _ in pieces]
+    now = dict(lift_text((prompt.sent or prompt).system, rows)[1])
+    label, value = next((one for one in pieces if one[1] != now.get(one[0])), pieces[0])
+    return value, now.get(label, "")
+
+
+def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
+    """How a text has moved at the place where two prompts part; '' if it has not."""
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
+    later, earlier = stands_behind(new, base, depth), stands_behind(old, prompt, depth)
+    if later and earlier:
+        return "another order"
+    answer = "(assistant)" in name and "(assistant)" not in old_name
+    if old and (later or answer or not name):
+        return "taken out"
+    if new and earlier:
+        return "put in"
+    if sorted(old.split()) != sorted(new.split()):
+        return ""
+    if "(tool)" in name and "(tool)" not in old_name:
+        return "moved into the result"
+    return "another form" if old.split() == new.split() else "another order"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3400,52 +3386,33 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
-
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def tell_cure(case: Case, config: Config) -> None:
     """Name the setting that would have kept a rewritten prompt the same, and its price; none where
     none would, or it is set already."""
-    verdict, texts, pattern = case.verdict, case.texts, ""
-    system, order = verdict.where == "system", verdict.kind == "tool order"
-    if case.learned:
-        verdict.advice = "learned: it is lifted from now on"
-    if not system and "(user)" not in verdict.where and not order:
+    verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
+    system, user = verdict.where == "system", "(user)" in verdict.where
+    if not system and not user and verdict.kind != "tool order":
         return
-    for switch in ("scrub", "replay", "lift" if system else "replay"):
+    for switch in ("scrub", "replay", "lift") if system else ("scrub", "replay"):
         if not getattr(config, switch):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    if system:
-        pattern = lift_pattern(case)
-    elif not order and (pattern := block_pattern(*texts)):
-        prompts = [one for one in (case.base, case.prompt) if one is not None]
-        came = (text for one in prompts for text in (one.sent or one).said())
-        if not any(text != without_block(pattern, text) for text in came):
-            pattern = ""  # not the client, but kvproxy wrote it
-        elif not replayable(case, pattern):
-            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if case.learned:
+        pattern = "|".join([shape.pattern() for shape in case.learned])
+        price = "learned: it is lifted from now on; from the first request on with"
+    elif system:
+        pattern = lines_pattern(*case.texts)
+    elif user:
+        name, pattern = block_cure(case)
+        if name == "STRIP_REGEX":
+            price = "this cures it, but the model sees it no more:"
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", pattern)  # these need no escape
     if pattern and pattern not in getattr(config, name.lower()):
         quote = '"' if "'" in pattern else "'"
-        verdict.cure = f"{name}={quote}{pattern}{quote}"
-        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
-        verdict.advice += "; from the first request on with" if case.learned else price
-
-
-def lift_pattern(case: Case) -> str:
-    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
-    old, new = case.texts
-    if case.learned and case.compared is not None:  # as they came
-        both = (one.sent or one for one in (case.compared, case.prompt))
-        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
-    pattern = lines_pattern(old, new)
-    if pattern or len(case.learned) != 1:
-        return pattern
-    pattern = case.learned[0].pattern()
-    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
-    return pattern if found and found_now and old == new else ""
+        verdict.advice, verdict.cure = price, f"{name}={quote}{pattern}{quote}"
 
 
 def without_block(pattern: str, text: str) -> str:
@@ -3456,61 +3423,55 @@ def without_block(pattern: str, text: str) -> str:
     return text if many else re.sub(pattern, "", text)
 
 
-def replayable(case: Case, pattern: str) -> bool:
-    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
-    that another one was answered and spoken behind it."""
-    now = case.texts[1]
-    if now != without_block(pattern, now):
-        return False
+def block_cure(case: Case) -> tuple[str, str]:
+    """The setting, and its pattern, that would have kept a user text the same; '' without one.
 
-    def later(prompt: Prompt) -> bool:
-        behind = iter(prompt.segments[case.place :])
-        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-        said = (text for name, text in behind if "(user)" in name)
-        words = (without_block(pattern, text).strip() for text in said)
-        return answered and any(words)
-
-    return later(case.prompt) and not (case.base is not None and later(case.base))
-
-
-def strip_pattern(case: Case, pattern: str) -> str:
-    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
-    message is empty; '' where that is not so."""
-    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
-    if "<system-reminder>" in pattern:  # clients tell many things in this way
-        return ""
-    if not all(without_block(pattern, text).strip() for text in said):
-        return ""
-    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
-        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
-        if len({without_block(more, text) for text in case.texts}) == 1:
-            return more
-    return ""
+    REPLAY_REGEX restores a block that stood in the newest message, and is gone now that another one
+    was answered and spoken behind it. STRIP_REGEX must not make a message empty."""
+    pattern, now = block_pattern(*case.texts), case.texts[1]
+    if not pattern:
+        return "REPLAY_REGEX", ""
+    prompts = [one for one in (case.prompt, case.base) if one is not None]
+    spoken = [spoken_behind(one, case.place, pattern) for one in prompts]
+    if now == without_block(pattern, now) and spoken in ([True], [True, False]):
+        return "REPLAY_REGEX", pattern
+    said = [text for one in prompts for name, text in one.segments if "(user)" in name]
+    if all(without_block(pattern, text).strip() for text in said):
+        for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
+            if len({without_block(form, text) for text in case.texts}) == 1:
+                return "STRIP_REGEX", form
+    return "STRIP_REGEX", ""
 
 
-def shape(text: str) -> str:
+def spoken_behind(prompt: Prompt, place: int, pattern: str) -> bool:
+    """Whether something was answered behind a place, and then said beside a block."""
+    behind = iter(prompt.segments[place:])
+    answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+    said = [text for name, text in behind if "(user)" in name]
+    return answered and any(without_block(pattern, text).strip() for text in said)
+
+
+def varying(text: str) -> str:
     """A pattern for a piece of a line: numbers and names of days and months may vary."""
-    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of whole lines, each there once, without which two system texts are equal."""
-    before, after = old.split("\n"), new.split("\n")
-    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
-    patterns = []
-    for was, now in pairs[:CURE_LINES]:
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
+    changed = [(was, now) for was, now in pairs if was != now]
+    patterns, texts = [], [old, new]
+    for was, now in changed[:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
-    texts = [old, new]
-    for pattern in patterns:
-        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+        pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
+        patterns.append(pattern)
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+    return "|".join(patterns) if texts[0] == texts[1] else ""
 
 
 def block_pattern(old: str, new: str) -> str:
@@ -3523,11 +3484,12 @@ def block_pattern(old: str, new: str) -> str:
         block = text[start : end if end >= 0 else None].strip()
         line = block.split("\n")[0]
         typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
+        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
+        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
             left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
@@ -3544,11 +3506,10 @@ def missing_tokens(case: Case, usage: Usage) -> int:
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
-    exact = base.tokens if base is not None and case.whole else None
-    exact = case.ahead or exact
+    exact = case.ahead or (base.tokens if base is not None and case.whole else None)
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
-    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    little = max(64, verdict.expected * (0.25 if exact is None else 0.01))
     due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
     return missing if due and missing >= little else 0
 
@@ -3566,64 +3527,80 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
-    if verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.advice = case.moved
-        if not case.moved:
-            tell_cure(case, config)
+    if verdict.name != "rewritten" or verdict.kind == "reasoning":
+        return
+    if case.moved:
+        verdict.advice = "by kvproxy itself; the client's messages only went on"
+    else:
+        tell_cure(case, config)
 
 
 def tell_pace(case: Case) -> None:
     """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
     request of its conversation, which the server had to read as a whole."""
-    prompt, base = case.prompt, case.base
+    prompt = case.prompt
     if not case.first_byte or not prompt.size:
         return
     pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
-    if base is not None and base.first_pace:
-        prompt.first_pace = base.first_pace
-        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
-        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
+    if case.base is not None and case.base.first_pace:
+        prompt.first_pace = first = case.base.first_pace
+        case.verdict.advice = (
+            f"{pace:.0f} ms to the first byte for each 1,000 characters,"
+            f" after {first:.0f} in this conversation's first request"
+        )
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, base = case.verdict, case.base or case.prompt
+    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    had = base.reasoning if case.whole else set()
-    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
+    dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
+    if dropped:
+        numbers = " and ".join(map(str, dropped[:4]))
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
+        verdict.where = f"turn{'s' * (len(dropped) > 1)} {numbers}"
+        told = f"the client no longer sends the reasoning of {verdict.where}, which it had sent"
+        verdict.advice = told
         return
-    numbers: Json = {"minutes": round(case.idle / 60)}
     if case.away:
         cause = "away"
     elif case.between:
-        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
-        # unless set) of its prompt; what the slot held goes to the host cache only if less than
-        # half of it stays (server-context.cpp, get_available_slot).
-        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
-        other = max(shares, key=shares.__getitem__)
-        share, size = shares[other], other.tokens or other.size // 4
-        wanted = math.ceil(100 * share + 1) / 100
-        same = other.conversation == base.conversation
-        who = "a request of the same chat in another form" if same else "another conversation"
-        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
-        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
         cause = "taken"
+    elif case.idle > 300:
+        cause = "idle"
     else:
-        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
-        cause = "idle" if case.idle > 300 else some
-    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
-    if numbers.get("share", 0) > 0.1:
-        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
-        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-        why = ADVICE["slot taken"] + told
-    still = f"{cached:,} of {expected:,} tokens were still there"
-    verdict.advice = f"{still}: {why.format(**numbers)}"
+        cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
+    why = advice(cause, config).format(minutes=round(case.idle / 60))
+    if cause == "taken":
+        why = who_took_it(case, base, expected / total)
+    verdict.name, verdict.kind = "lost", cause
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
     loop = base.step == "tool step" or base.reasoning
-    if case.prompt.step == "user turn" and loop and cause != "away":
+    if prompt.step == "user turn" and loop and cause != "away":
         verdict.advice += OR_TEMPLATE
+
+
+def who_took_it(case: Case, base: Prompt, due: float) -> str:
+    """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt; what the slot held goes to the host cache only if less than half of it stays
+    (server-context.cpp, get_available_slot)."""
+    shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+    other = max(shares, key=shares.__getitem__)
+    share, size = shares[other], other.tokens or other.size // 4
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    who = f"a {other.side} request" if other.side else who
+    if share <= 0.1:
+        return f"{who} {ADVICE['taken']}"
+    wanted = math.ceil(100 * share + 1) / 100
+    several = ADVICE["several slots" if wanted < due else "no -sps"].format(wanted=wanted)
+    helps = {None: f"{ADVICE['one slot']}; {several}", 1: ADVICE["one slot"]}
+    return (
+        f"{who} came in between, which shares {round(share * size):,} of its {size:,} tokens"
+        f" ({share:.2f}) and so was given this slot: {helps.get(case.slots, several)}"
+    )
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3631,10 +3608,7 @@ _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
-    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
-    " keep both",
-    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
-    " ({share:.2f}) and so was given this slot: ",
+    "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
     "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
     " conversations start cold",
@@ -3646,15 +3620,13 @@ ADVICE = {
     "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
-    " again",
+    "rewritten": "have the client keep it as it was, where it can",
     # of server logs
-    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
-    " --ctx-checkpoints, --swa-full",
+    "full re-processing": f"{_KINDS}, without a checkpoint in front of the change"
+    " (--ctx-checkpoints, --swa-full)",
     "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
     " larger host cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation"
-    " took the slot",
+    "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
     # of `check`
@@ -3667,8 +3639,6 @@ ADVICE = {
     " (16,000-60,000): raise -c or lower -np",
     "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
-
-
 # Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
 OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
@@ -3698,11 +3668,10 @@ def side_of(view: View, headers: Mapping[str, str]) -> str:
     body, turns = view.body, view.turns[-1:]
     if headers.get(AGENT_ID):
         return "sub-agent"
-    told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
-        return "title"  # Codex says so, or wants a property of this name
+    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
+        return "title"
     if body.get("tools"):
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
@@ -3746,22 +3715,21 @@ def weights_of(
     server count a text's tokens; without it they are estimated from the characters."""
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = {
-        "system": [text for name, text in segments if name == "system"],
-        "tools": [text for _, text in tools],
-        "turns": [text for name, text in segments if name.startswith("turn ")],
-    }
-    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
-    size = sum([len(text) for _, text in segments])
-    rate = (tokens or size / 4) / (size or 1)
-    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
-    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
-    numbers = counts if len(counts) == len(parts) else numbers
-    return {
-        **dict(zip(texts, numbers, strict=False)),
-        "estimated": numbers is not counts,
-        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
-    }
+    names = "system", "tools", "turns"
+    parts = [
+        "\n".join([text for name, text in segments if name.startswith(kind.rstrip("s"))])
+        for kind in names
+    ] + [text for _, text in largest]
+    numbers = list[int | None]()
+    for part in parts:
+        numbers.append(count(part) if count is not None and None not in numbers else None)
+    estimated = None in numbers
+    if estimated:
+        size = sum(map(len, parts[:3])) or 1
+        numbers = [round(len(part) * (tokens or size / 4) / size) for part in parts]
+    row: Json = dict(zip(names, numbers, strict=False))
+    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
+    return row | {"estimated": estimated, "largest tools": of_tools}
 
 
 # ==================================================================================================
@@ -5160,7 +5128,7 @@ class Proxy:
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect), side=False)
+                original = Prompt(self.reader.view(received, view.dialect))
             prompt = Prompt(view, *told, original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
@@ -5225,7 +5193,7 @@ class Proxy:
         first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
         events = answer_events(first, last) if answered else []
         if record := exchange.trace.record:
-            record.answer = heard_answer(first, last, events) if answered else None
+            record.answer = heard_answer(events) if answered else None
             record.tap = None
             if record.answer:
                 self.replay.answered(exchange.trace, record.answer)
@@ -5237,7 +5205,7 @@ class Proxy:
         if re.match("/v1/v1/", exchange.request.path):
             exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
-            exchange.usage = usage_of(first, last, events)
+            exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
             exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
@@ -6184,7 +6152,7 @@ class Warmup:
             keys = self.keys if prefill.keys is None else prefill.keys
             status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
             if status == 200:
-                prefill.usage = usage_of(dump(members(answer)))
+                prefill.usage = usage_of([[members(answer)]])
                 with metrics.guard:
                     metrics.idle_tokens += prefill.usage.read() or 0
         except OSError:
@@ -6807,7 +6775,7 @@ def play(
         turns.append({"role": "user", "content": text})
         front = {"role": "system", "content": system}
         data, first = ask([front, *turns], 16)
-        usage = usage_of(data)
+        usage = usage_of(answer_events(data))
         if rest is not None:
             call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
             calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
@@ -6817,7 +6785,7 @@ def play(
             data = ask([front, *turns], 1024)[0]
             rest()
         echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
-        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
+        answer = {"role": "assistant", "content": heard_answer(answer_events(data)).opening or "ok"}
         turns.append((echo[0].item if echo else None) or answer)
         ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}

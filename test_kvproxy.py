@@ -4188,14 +4188,18 @@ def test_replay_hears_streams(dialect: str) -> None:
     events = [f"data: {json.dumps(event)}\n\n".encode() for event in RP_STREAMS[dialect]]
     whole = b": hello\n\n" + b"".join(events) + b"data: [DONE]\n\n"
     calls = frozenset(["call1"])
-    assert kvproxy.heard_answer(whole, b"") == kvproxy.Heard("Ilook", "Ilook", calls, True)
+    assert kvproxy.heard_answer(kvproxy.answer_events(whole)) == kvproxy.Heard(
+        "Ilook", "Ilook", calls, True
+    )
     for at in range(20, len(whole) - 10, 7):
-        heard = kvproxy.heard_answer(whole[:at], whole[at:])
+        heard = kvproxy.heard_answer(kvproxy.answer_events(whole[:at], whole[at:]))
         assert "Ilook".startswith(heard.opening) and heard.calls <= calls and not heard.complete
-    two = kvproxy.heard_answer(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    two = kvproxy.heard_answer(
+        kvproxy.answer_events(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    )
     assert two.calls == calls
     thinking = events[:3] if dialect == "messages" else events[: 3 if dialect == "responses" else 1]
-    assert kvproxy.heard_answer(b"".join(thinking), b"") is kvproxy.UNREAD
+    assert kvproxy.heard_answer(kvproxy.answer_events(b"".join(thinking))) is kvproxy.UNREAD
 
 
 def test_replay_hears_whole_answers() -> None:
@@ -4210,9 +4214,11 @@ def test_replay_hears_whole_answers() -> None:
         ({"output": [{"type": "message", "content": [{"type": "output_text", "text": "x"}]}]}, "x"),
     ):
         data = json.dumps(answer).encode()
-        assert kvproxy.heard_answer(data, b"") == kvproxy.Heard(heard, heard, frozenset(), True)
+        assert kvproxy.heard_answer(kvproxy.answer_events(data)) == kvproxy.Heard(
+            heard, heard, frozenset(), True
+        )
     for nothing in (b"", b"{", b"[]", b"data: x\n\n", b'{"error": {"message": "no"}}', b"[" * 9999):
-        assert kvproxy.heard_answer(nothing, b"") is kvproxy.UNREAD
+        assert kvproxy.heard_answer(kvproxy.answer_events(nothing)) is kvproxy.UNREAD
 
 
 @pytest.mark.parametrize("answers", [["Hello!", "Hello!"], ["Hello!", {}], [{}, "Hello!"]], ids=str)
@@ -6489,7 +6495,7 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 @pytest.mark.parametrize("name", EX_USAGE)
 def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
-    usage = kvproxy.usage_of(body)
+    usage = kvproxy.usage_of(kvproxy.answer_events(body))
     assert (usage.prompt, usage.cached, usage.prompt_ms) == expected
     assert usage.read() == (
         None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached
@@ -6508,7 +6514,7 @@ def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
 def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: Patch) -> None:
     body, expected = EX_USAGE[name]
     for cut in (1, 3, 5, 50, 64, 100000):
-        usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+        usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
         assert (usage.prompt, usage.cached, usage.prompt_ms) == expected, cut
 
 
@@ -6523,30 +6529,29 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ]
     start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
     body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
-    usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
     assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
     body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
-    assert kvproxy.usage_of(*ex_tapped(body, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows())).cached == 90
     long = json.dumps(
         {"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}
     ).encode()
-    assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows())).cached == 90
     long = json.dumps(
         {"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}
     ).encode()
-    usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows()))
     assert (usage.prompt, usage.cached) == (100, None)
-    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
-    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
-        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
-        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
             "timings": EX_TIMINGS,
         }
     )
-    assert kvproxy.usage_of(*ex_tapped(ex_sse(event), cut).windows()).prompt_ms == 41.5
+    assert (
+        kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(ex_sse(event), cut).windows())).prompt_ms
+        == 41.5
+    )
 
 
 def test_explain_long_stream_takes_little_memory() -> None:
@@ -6614,6 +6619,10 @@ def ex_repeated(*pieces: str) -> Callable[[int], str]:
 EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
 
 
+def ex_read_usage(answer: bytes) -> kvproxy.Usage:
+    return kvproxy.usage_of(kvproxy.answer_events(answer))
+
+
 def ex_logged(text: str) -> None:
     reader = kvproxy.LogReader(Config())
     reader.line(text.encode())
@@ -6664,9 +6673,9 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "log: eval": (ex_logged, ex_repeated("", "prompt eval time = 1 ms / 1 ", "")),
     "log: eval's spaces": (ex_logged, ex_repeated("prompt eval = 1 ms", " ", "")),
     "log: forcing": (ex_logged, ex_repeated("", "forcing full prompt ", "")),
-    "usage: one line": (kvproxy.usage_of, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
-    "usage: brackets": (kvproxy.usage_of, lambda n: b'{"usage":' + b"[{" * (n // 2)),
-    "usage: lines": (kvproxy.usage_of, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
+    "usage: one line": (ex_read_usage, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
+    "usage: brackets": (ex_read_usage, lambda n: b'{"usage":' + b"[{" * (n // 2)),
+    "usage: lines": (ex_read_usage, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
     "change: lines": (
         lambda texts: (kvproxy.alike(*texts), kvproxy.kind_of(*texts, len(texts[0]) // 2)),
         lambda n: tuple("\n".join(str(i % m) for i in range(n // 4)) for m in (97, 101)),
@@ -7691,17 +7700,17 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     "a line": (
         "The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^The hour is .*$",
+        "The hour is .+",
     ),
     "a sentence": (
         "Be kind. The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^Be kind\\. The hour is .*$",
+        "The hour is .+",
     ),
     "a listing": (
         "Files here:\n M src/{word}.py\nNo more files.",
         (" M src/one.py", " M src/two.py"),
-        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+        r"(?s)(?<=Files here:\n).*?(?=\nNo more files\.)",
     ),
 }
 
@@ -8441,7 +8450,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
 
 def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig: MakeRig) -> None:
     """Played twice with the same words and answers, and another clock: history goes in the client's
-    form from where the two would differ, and it is told why."""
+    form from where the two would differ."""
     one = rig(ex_llama(ex_template))
     for run in range(2):
         turns: list[str] = []
@@ -8452,7 +8461,7 @@ def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig:
             turns = [f"Question number {turn}, please.", "ok"]
     verdict = one.finished(4)[-1].verdict
     assert verdict.name == "rewritten" and verdict.where.startswith("turn"), verdict
-    assert "by kvproxy itself, since" in verdict.line() and not verdict.cure
+    assert "by kvproxy itself;" in verdict.line() and not verdict.cure
 
 
 def test_explain_side_request_by_header(rig: MakeRig) -> None:
