@@ -3265,7 +3265,8 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
         depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
         if depth < reached or not (whole or prompt.answers > depth):
             continue
-        if best is not None and depth == reached and prompt.common(one) <= prompt.common(best):
+        tie = best if depth == reached else None
+        if tie and (tie.head == prompt.head or prompt.common(one) <= prompt.common(tie)):
             continue
         if one.conversation == talk or looks_alike(prompt, one):
             best, reached = one, depth
@@ -6740,84 +6741,69 @@ def play(
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
-    ValueError or HTTPException."""
-    rows, turns = list[Json](), list[Json]()
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server = urllib.parse.urlsplit(url)
-    target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
-    headers |= bearer(os.environ.get("API_KEY", ""))
+    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
 
-    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
-        """An answer, and the ms until it began."""
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
-        with contextlib.closing(http_connection(server, timeout)) as connection:
-            started = time.monotonic()
-            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
-            response = connection.getresponse()
-            data = response.read1(65536)
-            first = 1000 * (time.monotonic() - started)
-            data += response.read()
-        if response.status != 200:
-            told = " ".join(data[:200].decode("utf-8", "replace").split())
-            raise ValueError(f"the server answered {response.status}: {told}")
-        return data, first
+    def ask(tokens: int) -> Json:
+        body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
+        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
+        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
+        if status != 200:
+            raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
+        return members(answer)
 
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        system["content"] = front
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
         turns.append({"role": "user", "content": text})
-        front = {"role": "system", "content": system}
-        data, first = ask([front, *turns], 16)
-        usage = usage_of(answer_events(data))
+        begun = time.monotonic()
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
         if rest is not None:
             call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
             calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
             thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
             result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
             turns += [{"role": "assistant", **thought}, result]
-            data = ask([front, *turns], 1024)[0]
+            answer = ask(1024)
             rest()
-        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
-        answer = {"role": "assistant", "content": heard_answer(answer_events(data)).opening or "ok"}
-        turns.append((echo[0].item if echo else None) or answer)
-        ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
-        rows.append({**row, "ms": ms})
-        if not args.json:
-            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
-            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
-            if (name, turn, args.command) == ("straight", 1, "bench"):
-                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
-                print(f"At this pace, about {left} more.")
+        choice = members(next(iter(listed(answer.get("choices"))), None))
+        said = members(choice.get("message"))
+        turns.append(said if said.get("content") else {"role": "assistant", "content": "ok"})
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
+        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
+        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
+        print(BENCH_ROW.format(name, *cells))
+        if (name, turn, args.command) == ("straight", 1, "bench"):
+            left = duration(rows[0]["ms"] / 1000 * args.turns)  # and one turn through kvproxy
+            print(f"At this pace, about {left} more.")
     return rows
 
 
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should{2}.
+first should: {2:,} tokens, {3} on a server that reads 400 a second.
 """
 BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
 first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 """
 
 
-def compare(args: Words, config: Config, name: str) -> None:
+def compare(args: Words, config: Config, name: str) -> tuple[list[Json], list[Json]]:
     """Play against config.backend_url, straight and then through a proxy with these settings, and
-    tell of both runs. Raises what play() raises."""
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        text = BENCH_AHEAD if args.ahead else BENCH
-        print(text.format(args, name, long if args.command == "bench" else ""))
-        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+    tell of both runs. Raises OSError."""
+    total = args.tokens * (args.turns + 1)
+    print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
+    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
 
@@ -6827,33 +6813,30 @@ def compare(args: Words, config: Config, name: str) -> None:
             return play(name, proxy.url, args, config.read_timeout, rest)
 
     if args.ahead:
-        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+        runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
     else:
         straight = play("straight", config.backend_url, args, config.read_timeout)
-        through = through_kvproxy("through kvproxy", "0")
-    before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
-    ratio = before / after if after else None
-    if args.json:
-        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
-        print(json.dumps({**runs, "ratio": ratio}))
-    elif ratio is not None:
-        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+        runs = straight, through_kvproxy("through kvproxy", "0")
+    before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
+    if after:
+        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
+    return runs
 
 
 def next_steps(config: Config, url: str) -> str:
     """What to do after a demo or a bench, to be copied; the same in every shell."""
     here = os.path.basename(__file__)
     script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
-    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
-    run = [f'"{word}"' if " " in word else word for word in run]
+    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
+    words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
     port = config.listen_port or 1234
-    if urllib.parse.urlsplit(url).port == port:
-        port += 1
-    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    here = f"http://127.0.0.1:{port}"
+    port += urllib.parse.urlsplit(url).port == port
+    if port != 1234:
+        words.append(f"LISTEN_PORT={port}")
+    page = f"http://127.0.0.1:{port}"
     return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
-        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {page}/v1 (Claude Code:"
+        f" {page})\ninstead of the server's address, and open {page}/kvproxy"
     )
 
 
@@ -6870,12 +6853,12 @@ class SimulatedServer(BaseHTTPRequestHandler):
         SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
-        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": "Noted, thanks."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        event = dump({"choices": [choice], "timings": timings})
-        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
+        self.wfile.write(dump({"choices": [choice], "timings": timings}))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -6891,9 +6874,8 @@ def command_demo(args: Words, config: Config) -> int:
             compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
-    if not args.json:
-        print(next_steps(config, config.backend_url or CANDIDATES[0]))
-        print("To measure your own server first, put `bench` behind that line.")
+    print(next_steps(config, config.backend_url or CANDIDATES[0]))
+    print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6904,17 +6886,19 @@ def command_bench(args: Words, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().close()
     except OSError as error:
-        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
-        print(told, file=sys.stderr)
-        return 1
+        return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), url)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"The run broke off: {error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(next_steps(config, url))
+    except OSError as error:
+        return failed(f"The run broke off: {error}")
+    print(next_steps(config, url))
     return 0
+
+
+def failed(why: str) -> int:
+    """Tell why a command ends, which has this exit code."""
+    print(why, file=sys.stderr)
+    return 1
 
 
 def command_check(args: Words, config: Config) -> int:
@@ -6932,16 +6916,14 @@ def command_check(args: Words, config: Config) -> int:
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     slots, context = backend.ask("/slots")[1], found.get("context")
-    told = []
-    if not isinstance(slots, list):
-        told.append("no slots")
-    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
-        told.append("no cache")
-    if found.get("slots") == 1:
-        told.append("one for all")
-    if isinstance(context, int) and context < 32768:
-        told.append("short context")
-    for name in told or ["no fault"]:
+    params = [members(members(slot).get("params")) for slot in listed(slots)]
+    faults = {
+        "no slots": not isinstance(slots, list),
+        "no cache": any(one.get("cache_prompt") is False for one in params),
+        "one for all": found.get("slots") == 1,
+        "short context": isinstance(context, int) and context < 32768,
+    }
+    for name in [name for name, there in faults.items() if there] or ["no fault"]:
         text = ADVICE[name].format(context=context)
         if found["product"] == "LM Studio":
             text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
@@ -6991,34 +6973,26 @@ def command_inspect(args: Words, config: Config) -> int:
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
-        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
-        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            print(begin * (number == 1) + line(number, row))
+            if args.json:
+                print("," * (number > 1) + visible(json.dumps(row)))
+            else:
+                print(f"{INSPECT_HEAD}\n" * (number == 1) + visible(in_columns(number, row)))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
-                new |= {"example": row["what"], "cure": row["cure"]}
+                new |= {"example": row["what"], "advice": row["cure"]}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        cure = found.pop("cure")
-        text = cure or advice(cause, config)
-        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
-        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
-        found["advice"] = also.join(filter(None, (cured, text)))
-        if found["cured"] == found["requests"]:
-            found["advice"] = "kvproxy cures this: send the requests through it."
+        found["advice"] = finding_advice(found, config)
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
@@ -7035,11 +7009,24 @@ def command_inspect(args: Words, config: Config) -> int:
     return 0
 
 
+def finding_advice(found: Json, config: Config) -> str:
+    """What to do about a finding, whose `advice` is that of its first request."""
+    if found["cured"] == found["requests"]:
+        return "kvproxy cures this: send the requests through it."
+    cause, cure = found["cause"], found["advice"]
+    text = cure or advice(cause if cause in ADVICE else "rewritten", config)
+    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    if not found["cured"]:
+        return text
+    also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
+    return f"kvproxy cures {found['cured']} of them{also}{text}"
+
+
 def in_columns(number: int, row: Json) -> str:
-    cells = (shape.format(row[key]) if row[key] is not None else "-"
-             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    cells = ["-" if row[key] is None else form.format(row[key])
+             for key, form in INSPECT_CELLS.items()]  # fmt: skip
     name = row["name"][:27] + "~" * row["estimated"]
-    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
+    return INSPECT_LINE.format(number, name, *cells, row["what"])
 
 
 class LogReader:
@@ -7079,10 +7066,11 @@ class LogReader:
 
     def captured(self, row: Json) -> list[Json]:
         dialect, counting = dialect_of(row["path"])
-        body = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
-        view = view_of(body, dialect) if dialect is not None and not counting else None
-        if view is None:
+        if dialect is None or counting:
             return []
+        view = view_of(
+            json.loads(row["body"]) if isinstance(row["body"], str) else row["body"], dialect
+        )
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
         found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
@@ -7096,24 +7084,22 @@ class LogReader:
         verdict, prompt.number = case.verdict, self.ledger.count
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
+        settle(case, usage, self.config)
         if estimated := usage.read() is None:
             usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
-        else:
-            settle(case, usage, self.config)
+            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
+        sent = self.as_sent(view, headers)
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.as_sent(view, headers).name == "extended" and changed
-        if changed:
+        cured = changed and sent.name == "extended"
+        if cured:
             verdict.advice = verdict.cure = ""
-        if changed and not cured:
-            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.remedy()
+            found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
 
     def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
@@ -7168,10 +7154,9 @@ class LogReader:
             what = "first prompt of its length"
         elif mostly:
             cause = "low similarity" if low else "not all kept"
-            cause = "no similar slot" if sim is None else cause
+            what = cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            cause = "slot cut"
-        what = cause if cause and cause != "full re-processing" else what
+            what = cause = "slot cut"
         row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
         row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
         return row | {"cause": cause, "what": what}
@@ -7195,9 +7180,9 @@ def cause_of(verdict: Verdict) -> str:
     if verdict.before and verdict.after:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
-    label = label if verdict.where != "tools" else ""
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
+    told = place != "tools" and re.search(r"\w", label)
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if told else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -7214,8 +7199,7 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
-        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
-        return 1
+        return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
@@ -7269,7 +7253,7 @@ COMMANDS = {
     "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 OPTIONS = {
-    "--json": "demo, bench and inspect print JSON",
+    "--json": "inspect prints JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
@@ -7333,10 +7317,10 @@ def nearest(word: str) -> str:
 def usage_text() -> str:
     """What --help prints."""
     width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    settings = {}
-    for name, default, text in Config.table():
-        settings[name] = text + (f" [{default}]" if default else "")
-    parts = {
+    settings = {
+        n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
+    }
+    parts: dict[str, dict[str, str]] = {
         "commands": {name: text for name, (_, text) in COMMANDS.items()},
         "options": OPTIONS,
         "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
