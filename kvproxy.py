@@ -2970,13 +2970,6 @@ def told_of(turn: Turn) -> str:
     return turn.told
 
 
-def has_reasoning(turn: Turn) -> bool:
-    item = turn.item or {}
-    kinds = [members(part).get("type") for part in listed(item.get("content"))]
-    thought = bool(item.get("reasoning_content")) or turn.role == "reasoning"
-    return thought or any(kind in REASONING_PARTS for kind in kinds)
-
-
 def tool_name(tool: Any) -> str:
     """A tool's or a call's name for people, '?' where it has none."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
@@ -2990,40 +2983,43 @@ class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
 
     Reasoning is no segment, since clients and templates drop it at will. `chain` has a hash of all
-    up to each segment, `turns` the same for the turns alone. The last four members are known once
-    the request is finished."""
+    up to each segment, `turns` the same for the turns alone. `tokens`, `number` and `first_pace`
+    are known once the request is finished."""
 
     def __init__(
         self,
         view: View,
         talk: str = "",
-        headers: Mapping[str, str] | None = None,
+        side: str = "",
         now: float = 0.0,
         sent: Prompt | None = None,
     ) -> None:
-        """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock; `sent`: the prompt as it came, if it was edited."""
-        self.conversation, self.time, self.sent = talk, now, sent
+        """`talk`: its conversation; `side`: see side_of(); `now`: on any clock; `sent`: the prompt
+        as it came, if it was edited."""
+        self.conversation, self.side, self.time, self.sent = talk, side, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
         self.system = "\n".join([text for _, text in self.segments])
-        tools = listed(view.body.get("tools"))
-        self.tools = list(map(tool_name, tools))
-        for name, tool in zip(self.tools, tools, strict=True):
-            self.segments.append(
-                (f"tool {name}", json.dumps(bare(tool) if members(tool) else tool))
-            )
+        self.tools = list[str]()
+        for tool in listed(view.body.get("tools")):
+            self.tools.append(tool_name(tool))
+            text = json.dumps(bare(tool) if members(tool) else tool)
+            self.segments.append((f"tool {self.tools[-1]}", text))
         self.first = len(self.segments)  # place of the first turn
         self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
-        self.answers = 0  # how many turns there are up to the last answer
-        number, turns = 0, view.turns[view.leading() :]
+        self.answers = number = 0  # how many turns there are up to the last answer
+        turns = view.turns[view.leading() :]
         for turn in turns:
-            if has_reasoning(turn):
+            item = turn.item or {}
+            kinds = [members(part).get("type") for part in listed(item.get("content"))]
+            reasons = any(kind in REASONING_PARTS for kind in (item.get("type"), *kinds))
+            if reasons or item.get("reasoning_content"):
                 self.reasoning.add(number + 1)
-            if turn.role != "reasoning":
-                number += 1
-                role = "prompt" if view.dialect.turns == "prompt" else turn.role
-                self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            if turn.role == "assistant":
+            if turn.role == "reasoning":
+                continue
+            number += 1
+            role = "prompt" if view.dialect.turns == "prompt" else turn.role
+            self.segments.append((f"turn {number} ({role})", told_of(turn)))
+            if role == "assistant":
                 self.answers = number
         self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
         self.head = self.chain[self.first - 1] if self.first else 0
@@ -3031,14 +3027,12 @@ class Prompt:
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
         self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
-        self.side = side_of(view, headers) if headers is not None else ""
         self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = self.side or (later if self.answers else "first prompt")
+            self.step = side or (later if self.answers else "first prompt")
         self.tokens: int | None = None
-        self.number = 0
-        self.first_pace = 0.0  # see tell_pace()
+        self.number, self.first_pace = 0, 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
@@ -3230,7 +3224,11 @@ class Ledger:
         if not stored or not prompt.chain:
             return case
         case.base = previous(prompt, stored)
-        base = case.base or closest(prompt, stored)
+        base = case.base
+        if base is None:  # of other conversations the closest one, rather one with the same tools
+            like = [one for one in stored if one.head == prompt.head] or stored
+            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
+            base = max(rank, key=rank.__getitem__)
         newer = stored[: stored.index(base)]
         case.between, case.away = newer[:COMPARED], base.time < lost_at
         case.whole = case.base is not None and prompt.goes_on(base)
@@ -3291,13 +3289,6 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
         if said.isdisjoint([text for _, text in one.segments[one.first :]]):
             return False
     return alike(one.system, prompt.system)
-
-
-def closest(prompt: Prompt, stored: list[Prompt]) -> Prompt:
-    """Of other conversations the closest prompt, rather one with the same tools."""
-    like = [one for one in stored if one.head == prompt.head] or stored
-    rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
-    return max(rank, key=rank.__getitem__)
 
 
 def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
@@ -3461,9 +3452,8 @@ def varying(text: str) -> str:
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of whole lines, each there once, without which two system texts are equal."""
     pairs = zip(old.split("\n"), new.split("\n"), strict=False)
-    changed = [(was, now) for was, now in pairs if was != now]
     patterns, texts = [], [old, new]
-    for was, now in changed[:CURE_LINES]:
+    for was, now in [(was, now) for was, now in pairs if was != now][:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
@@ -3518,37 +3508,31 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh what the ledger predicted against what the server says it reused. Changes the
     verdict."""
-    verdict = case.verdict
+    verdict, base = case.verdict, case.base
     case.prompt.tokens = usage.prompt
-    verdict.base = case.base.number if case.base is not None else 0
+    verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case)
+        if case.first_byte and case.prompt.size:
+            tell_pace(case, 1_000_000 * case.first_byte / case.prompt.size)
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
-    if verdict.name != "rewritten" or verdict.kind == "reasoning":
-        return
-    if case.moved:
+    if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
-    else:
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
         tell_cure(case, config)
 
 
-def tell_pace(case: Case) -> None:
-    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
-    request of its conversation, which the server had to read as a whole."""
-    prompt = case.prompt
-    if not case.first_byte or not prompt.size:
-        return
-    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
-    if case.base is not None and case.base.first_pace:
-        prompt.first_pace = first = case.base.first_pace
-        case.verdict.advice = (
-            f"{pace:.0f} ms to the first byte for each 1,000 characters,"
-            f" after {first:.0f} in this conversation's first request"
-        )
+def tell_pace(case: Case, pace: float) -> None:
+    """Tell of a prompt without numbers how many ms it took for each 1,000 characters, beside the
+    first request of its conversation, which the server had to read as a whole."""
+    first = case.base.first_pace if case.base is not None else 0
+    case.prompt.first_pace = first or pace
+    if first:
+        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -3557,9 +3541,8 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
     dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
     if dropped:
-        numbers = " and ".join(map(str, dropped[:4]))
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = f"turn{'s' * (len(dropped) > 1)} {numbers}"
+        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
         told = f"the client no longer sends the reasoning of {verdict.where}, which it had sent"
         verdict.advice = told
         return
@@ -3623,16 +3606,14 @@ ADVICE = {
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     "rewritten": "have the client keep it as it was, where it can",
     # of server logs
-    "full re-processing": f"{_KINDS}, without a checkpoint in front of the change"
-    " (--ctx-checkpoints, --swa-full)",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
-    " larger host cache (--cache-ram)",
+    "full re-processing": f"{_KINDS}, without a checkpoint before the change (--ctx-checkpoints)",
+    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
     "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
     # of `check`
-    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
-    " a run of `python kvproxy.py bench` shows it",
+    "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
+    " `python kvproxy.py bench` shows it",
     "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
     "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
     " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
@@ -3662,12 +3643,11 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(view: View, headers: Mapping[str, str]) -> str:
+def side_of(view: View, agent: str) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
-    fault."""
+    sub-agent), which has a prompt of its own; '' for others. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get(AGENT_ID):
+    if agent:
         return "sub-agent"
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
@@ -5125,12 +5105,12 @@ class Proxy:
         if view is None or received is None or exchange.counting or explained:
             return
         talk, original = exchange.trace.conversation, None
-        told = talk, {AGENT_ID: exchange.request.get(AGENT_ID)}, time.monotonic()
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect))
-            prompt = Prompt(view, *told, original)
+            side = side_of(view, exchange.request.get(AGENT_ID))
+            prompt = Prompt(view, talk, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -5978,8 +5958,8 @@ class Warmup:
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: its conversation goes on. See whether
         what was read ahead is what it begins with."""
-        agent, told = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
-        if not self.reads_ahead(agent) or side_of(view, told):
+        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
+        if not self.reads_ahead(agent) or side_of(view, sub_agent):
             return
         with self.guard:
             talk = self.talks.pop(talk_of(exchange), None)
@@ -7077,8 +7057,9 @@ class LogReader:
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**found, "what": f"status {status}"}]
-        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
-        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        headers = {key.lower(): value for key, value in members(row.get("headers")).items()}
+        side = side_of(view, headers.get(AGENT_ID, ""))
+        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
         case = self.ledger.judge(prompt, self.lost_at)
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
@@ -7089,9 +7070,12 @@ class LogReader:
             usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
             verdict.name = "extended" if verdict.name == "not reported" else verdict.name
-        sent = self.as_sent(view, headers)
+        trace = self.editor.apply(view, Report())  # changes the view
+        if trace.record is not None:
+            trace.record.answer = ANY
+        as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = changed and sent.name == "extended"
+        cured = changed and as_sent.name == "extended"
         if cured:
             verdict.advice = verdict.cure = ""
         line = verdict.line()
@@ -7101,13 +7085,6 @@ class LogReader:
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
-        """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        trace = self.editor.apply(view, Report())
-        if trace.record is not None:
-            trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 

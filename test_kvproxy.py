@@ -6726,7 +6726,8 @@ def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
-    return kvproxy.Prompt(view, talk, headers or {}, now)
+    side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
+    return kvproxy.Prompt(view, talk, side, now)
 
 
 def ex_play(
@@ -7901,7 +7902,7 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(view, headers) == side
+    assert kvproxy.side_of(view, headers.get(kvproxy.AGENT_ID, "")) == side
 
 
 def test_explain_ledger_memory() -> None:
