@@ -3084,8 +3084,7 @@ def alike(a: str, b: str) -> bool:
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    return sum(map(len, set(a.splitlines()) & set(b.splitlines()))) > wanted
 
 
 KINDS = (  # what a differing span looks like, most telling first
@@ -3365,9 +3364,8 @@ def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
         return "put in"
     if sorted(old.split()) != sorted(new.split()):
         return ""
-    if "(tool)" in name and "(tool)" not in old_name:
-        return "moved into the result"
-    return "another form" if old.split() == new.split() else "another order"
+    into_result = "(tool)" in name and "(tool)" not in old_name
+    return "moved into the result" if into_result else "another form"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -6720,8 +6718,8 @@ def play(
 ) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
-    Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    An id changes on every turn. A mark at the front keeps runs apart in the server's cache. With
+    `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
     rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
@@ -6735,15 +6733,11 @@ def play(
         return members(answer)
 
     for turn in range(1, args.turns + 1):
-        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
+        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
+        block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
         front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         system["content"] = front
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
-        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
-        turns.append({"role": "user", "content": text})
+        turns.append({"role": "user", "content": f"Question {turn}: {filler(20, turn)}"})
         begun = time.monotonic()
         answer = ask(8)
         usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
@@ -6934,7 +6928,6 @@ LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
     "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
     " earlier one began with; keep: share of the slot's old content that stayed."
@@ -6993,18 +6986,14 @@ def finding_advice(found: Json, config: Config) -> str:
     """What to do about a finding, whose `advice` is that of its first request."""
     if found["cured"] == found["requests"]:
         return "kvproxy cures this: send the requests through it."
-    cause, cure = found["cause"], found["advice"]
-    text = cure or advice(cause if cause in ADVICE else "rewritten", config)
-    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-    if not found["cured"]:
-        return text
-    also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
-    return f"kvproxy cures {found['cured']} of them{also}{text}"
+    known = found["cause"] if found["cause"] in ADVICE else "rewritten"
+    text = found["advice"] or advice(known, config)
+    return text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
 
 
 def in_columns(number: int, row: Json) -> str:
-    cells = ["-" if row[key] is None else form.format(row[key])
-             for key, form in INSPECT_CELLS.items()]  # fmt: skip
+    forms = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    cells = [form.format(row[key]) if row[key] is not None else "-" for key, form in forms.items()]
     name = row["name"][:27] + "~" * row["estimated"]
     return INSPECT_LINE.format(number, name, *cells, row["what"])
 
@@ -7158,8 +7147,7 @@ def cause_of(verdict: Verdict) -> str:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    told = place != "tools" and re.search(r"\w", label)
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if told else "")
+    return f"{place}, {verdict.kind}: {label!r}".removesuffix(": ''")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -7211,14 +7199,14 @@ def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
     url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
-    there = urllib.parse.urlsplit(url)
-    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+    there = Backend(config)
+    there.url = urllib.parse.urlsplit(url)
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
-    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
-    owner = str(members(next(iter(models), None)).get("owned_by"))
-    if owner in OWNERS:
+    owner = there.describe().get("product")
+    if owner in OWNERS.values():
         line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
-        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+        return f"{owner} has it. Put kvproxy in front of it: {line}"
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
@@ -7282,11 +7270,11 @@ def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
     if ":" in word:
         return f"; write BACKEND_URL={word}"
-    name = word.strip("-").replace("-", "_").upper()
     names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
-    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
     names |= {command.upper(): command for command in COMMANDS}
-    found = found or difflib.get_close_matches(name, names, 2)
+    name = word.strip("-").replace("-", "_").upper()
+    parts = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    found = parts or difflib.get_close_matches(name, names, 2)
     told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
