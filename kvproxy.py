@@ -2987,12 +2987,7 @@ class Prompt:
     are known once the request is finished."""
 
     def __init__(
-        self,
-        view: View,
-        talk: str = "",
-        side: str = "",
-        now: float = 0.0,
-        sent: Prompt | None = None,
+        self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         """`talk`: its conversation; `side`: see side_of(); `now`: on any clock; `sent`: the prompt
         as it came, if it was edited."""
@@ -3235,12 +3230,10 @@ class Ledger:
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        talk = base.conversation, base.head
+        talks = [(one.conversation, one.head) for one in newer if not one.side]
         if not case.whole:
             judge_change(case, base, shapes)
-        elif prompt.side or not any(
-            talk == (one.conversation, one.head) for one in newer if not one.side
-        ):
+        elif prompt.side or (base.conversation, base.head) not in talks:
             verdict.name = "extended"
         else:
             same = len(prompt.turns) == len(base.turns)
@@ -3319,10 +3312,7 @@ def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     elif base.tools != prompt.tools:
         same = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
-        at = common_prefix(base.tools, prompt.tools)
-        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
-        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
-        return
+        old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
     else:
@@ -6799,9 +6789,7 @@ def compare(args: Words, config: Config, name: str) -> tuple[list[Json], list[Js
 
 def next_steps(config: Config, url: str) -> str:
     """What to do after a demo or a bench, to be copied; the same in every shell."""
-    here = os.path.basename(__file__)
-    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
-    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
+    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), __file__]
     words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
     port = config.listen_port or 1234
     port += urllib.parse.urlsplit(url).port == port
@@ -7147,7 +7135,7 @@ def cause_of(verdict: Verdict) -> str:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}: {label!r}".removesuffix(": ''")
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if label and place != "tools" else "")
 
 
 # --- main -----------------------------------------------------------------------------------------

@@ -7183,7 +7183,7 @@ def test_explain_verdict_shows_what_changed() -> None:
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
-        == "changed in tools, tools changed: 'b' -> 'c, b'"
+        == "changed in tools, tools changed: 'a, b' -> 'a, c, b'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
