@@ -2982,8 +2982,8 @@ Segment = tuple[str, str]  # its name for people, and its text
 class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
 
-    Reasoning is no segment, since clients and templates drop it at will. `chain` has a hash of all
-    up to each segment, `turns` the same for the turns alone. `tokens`, `number` and `first_pace`
+    Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
+    before the turns, `turns` has one of all turns up to each. `tokens`, `number` and `first_pace`
     are known once the request is finished."""
 
     def __init__(
@@ -3016,8 +3016,9 @@ class Prompt:
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
             if role == "assistant":
                 self.answers = number
-        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
-        self.head = self.chain[self.first - 1] if self.first else 0
+        self.head = hash(tuple(self.segments[: self.first]))
+        chained = itertools.accumulate(self.segments[self.first :], chain, initial=0)
+        self.turns = list(chained)[1:]
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
@@ -3035,30 +3036,34 @@ class Prompt:
 
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
-        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        if name == base_name == "turn 1 (prompt)":
-            return text.startswith(base_text)
         count = len(base.turns)
-        return self.turns[count - 1 : count] == base.turns[-1:]
+        if self.turns[count - 1 : count] == base.turns[-1:]:
+            return True
+        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
+        return name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
         return self.head == base.head and self.has_turns_of(base)
 
+    def depth(self, other: Prompt) -> int:
+        """The number of segments that it begins with as another prompt does."""
+        if self.head == other.head:
+            return self.first + common_prefix(self.turns, other.turns)
+        return common_prefix(self.segments[: self.first], other.segments[: other.first])
+
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
-        if depth == len(other.chain):
+        depth = self.depth(other)
+        if depth == len(other.segments):
             return other.size
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
         return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+def chain(link: int, segment: Segment) -> int:
+    return hash((link, segment))
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3215,7 +3220,7 @@ class Ledger:
                 self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        if not stored or not prompt.chain:
+        if not stored or not prompt.segments:
             return case
         case.base = previous(prompt, stored)
         base = case.base
@@ -3246,11 +3251,11 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     of its history; what stands before the turns does not count. One whose last message alone was
     put in another way (a branch, a question beside the conversation) is passed over."""
     talk, side = prompt.conversation, prompt.side
-    named = (one for one in stored if one.conversation == talk and (side or not one.side))
-    own = list(itertools.islice(named, COMPARED))
-    own += [one for one in stored[:LOOKED_AT] if one.conversation != talk]  # its name may change
+    named = [one for one in stored if one.conversation == talk and (side or not one.side)]
+    own = named[:COMPARED]
+    near = [one for one in stored[:LOOKED_AT] if one.conversation != talk and not one.side]
     best, reached = None, -1
-    for one in own:
+    for one in own + near:  # its name may have changed
         whole = prompt.has_turns_of(one)
         depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
         if depth < reached or not (whole or prompt.answers > depth):
@@ -3260,7 +3265,7 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
             continue
         if one.conversation == talk or looks_alike(prompt, one):
             best, reached = one, depth
-    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=best)
+    newest = max(own[:1] + near[:1], key=lambda one: one.time, default=best)
     if best is None or newest is None or newest is best:
         return best
     # It was made from the newest one if the last message of that is history now.
@@ -3303,7 +3308,7 @@ def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
 def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    case.place = depth = common_prefix(prompt.chain, base.chain)
+    case.place = depth = prompt.depth(base)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
     if base.system != prompt.system:
