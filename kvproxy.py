@@ -7001,9 +7001,9 @@ class LogReader:
         self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
-        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
-        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+        self.tasks: dict[str, Json] = {}  # what is known of the task of each port and slot
+        self.slots: dict[str, str] = {}  # the slot that a port's log spoke of last
+        self.longest: dict[str, int] = {}  # the longest prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
         """The rows of a file, one by one."""
@@ -7030,9 +7030,8 @@ class LogReader:
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
-        view = view_of(
-            json.loads(row["body"]) if isinstance(row["body"], str) else row["body"], dialect
-        )
+        body = row["body"]
+        view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
         found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
@@ -7072,38 +7071,42 @@ class LogReader:
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
-        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
-        port = router[1] if router else ""
-        if found:
-            self.slots[port] = found[1] or found[2]
-        slot = port, self.slots.get(port, "?")
-        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
-        name, match = next(hits, ("", None))
-        if match is None:
-            return []
-        if name == "start":
-            return self.end(port)
-        task, done = self.tasks.setdefault(slot, {}), []
-        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
-            done, task = [self.close(slot)], {}
-        elif name == "slot":
-            task.clear()
-        self.tasks[slot] = task
+        found, slot = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = f"port {found[1]} " if found else ""
+        if slot:
+            self.slots[port] = f"slot {slot[1] or slot[2]}"
+        hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
+        kind, match = next(hits, ("", None))
+        if match is None or kind == "start":
+            return self.end(port) if kind else []
+        name, done = port + self.slots.get(port, "slot ?"), list[Json]()
+        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+            done = self.finish(name)  # the next task begins
+        task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
-            if value and (name == "eval" or key not in task):
+            if value and (kind in ("eval", "slot") or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
+        if kind == "counts" or (kind == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(slot)] if name == "eval" else done
+        return [*done, *self.finish(name)] if kind == "eval" else done
 
-    def close(self, slot: tuple[str, str]) -> Json:
-        """The row of a slot's task."""
-        task, port = self.tasks.pop(slot), slot[0]
+    def end(self, port: str = "") -> list[Json]:
+        """The rows of tasks that no line will end: the log stops, or a port's server starts anew."""
+        names = [name for name in self.tasks if name.startswith(port)]
+        rows = [row for name in names for row in self.finish(name)]
+        self.longest.pop(port, None)
+        return rows
+
+    def finish(self, name: str) -> list[Json]:
+        """The row of a slot's task, if a prompt was seen."""
+        task = self.tasks.pop(name)
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
-        if read is None and tokens is not None and "cached" in task:
+        if tokens is None and read is None:
+            return []
+        if read is None and "cached" in task:
             read = tokens - task["cached"]
-        size, longest = tokens or read or 0, self.longest.get(port, 0)
-        self.longest[port] = max(size, longest)
+        size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
+        self.longest[task["port"]] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         low = sim is None or sim < 0.5
         cause, what = "", "read" if tokens is None or read == tokens else "reused"
@@ -7116,18 +7119,8 @@ class LogReader:
             what = cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
-        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what}
-
-    def end(self, port: str | None = None) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server at a port was
-        started anew."""
-        ended = [slot for slot in self.tasks if port in (None, slot[0])]
-        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
-        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
-        self.longest.pop(port or "", None)
-        return done
+        numbers = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return [{**INSPECT_ROW, **numbers, "name": name, "cause": cause, "what": what}]
 
 
 def cause_of(verdict: Verdict) -> str:
