@@ -2823,14 +2823,12 @@ class Usage:
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
-    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
-    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "cached_tokens": "cached",
+    "prompt_cache_hit_tokens": "cached", "completion_tokens": "output", "output_tokens": "output",
+    "predicted_n": "output", "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
     # Anthropic's: input_tokens are only what was not cached.
     "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    # llama.cpp's result_timings::to_json
-    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
 USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
@@ -2983,14 +2981,12 @@ class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
 
     Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
-    before the turns, `turns` has one of all turns up to each. `tokens`, `number` and `first_pace`
-    are known once the request is finished."""
+    before the turns, `turns` has one of all turns up to each. `time` is on any clock; `sent` is the
+    prompt as it came, if it was edited. The last three members are known when the request ends."""
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
-        """`talk`: its conversation; `side`: see side_of(); `now`: on any clock; `sent`: the prompt
-        as it came, if it was edited."""
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
         self.system = "\n".join([text for _, text in self.segments])
@@ -3001,7 +2997,8 @@ class Prompt:
             self.segments.append((f"tool {self.tools[-1]}", text))
         self.first = len(self.segments)  # place of the first turn
         self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
-        self.answers = number = 0  # how many turns there are up to the last answer
+        self.answers = number = link = 0  # how many turns there are up to the last answer
+        self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
         for turn in turns:
             item = turn.item or {}
@@ -3014,11 +3011,9 @@ class Prompt:
             number += 1
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
+            self.turns.append(link := hash((link, self.segments[-1])))
             if role == "assistant":
                 self.answers = number
-        self.head = hash(tuple(self.segments[: self.first]))
-        chained = itertools.accumulate(self.segments[self.first :], chain, initial=0)
-        self.turns = list(chained)[1:]
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
@@ -3060,10 +3055,6 @@ class Prompt:
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
         return sum([len(text) for _, text in self.segments[:depth]]) + more
-
-
-def chain(link: int, segment: Segment) -> int:
-    return hash((link, segment))
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3536,8 +3527,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
-        told = f"the client no longer sends the reasoning of {verdict.where}, which it had sent"
-        verdict.advice = told
+        verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
     if case.away:
         cause = "away"
@@ -3561,8 +3551,7 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
     """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
 
     llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
-    set) of its prompt; what the slot held goes to the host cache only if less than half of it stays
-    (server-context.cpp, get_available_slot)."""
+    set) of its prompt (server-context.cpp, get_available_slot)."""
     shares = {one: one.common(base) / (one.size or 1) for one in case.between}
     other = max(shares, key=shares.__getitem__)
     share, size = shares[other], other.tokens or other.size // 4
@@ -3572,12 +3561,11 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
     wanted = math.ceil(100 * share + 1) / 100
-    several = ADVICE["several slots" if wanted < due else "no -sps"].format(wanted=wanted)
-    helps = {None: f"{ADVICE['one slot']}; {several}", 1: ADVICE["one slot"]}
-    return (
-        f"{who} came in between, which shares {round(share * size):,} of its {size:,} tokens"
-        f" ({share:.2f}) and so was given this slot: {helps.get(case.slots, several)}"
-    )
+    several = "several slots" if wanted < due else "no -sps"
+    helps = {None: ("one slot", several), 1: ("one slot",)}.get(case.slots, (several,))
+    told = "; ".join([ADVICE[name] for name in helps]).format(wanted=wanted)
+    shared = f"which shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, {shared} and so was given this slot: {told}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
