@@ -6701,8 +6701,8 @@ def play(
 ) -> list[Json]:
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
-    An id changes on every turn. A mark at the front keeps runs apart in the server's cache. With
-    `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
     rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
     headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
@@ -6716,11 +6716,15 @@ def play(
         return members(answer)
 
     for turn in range(1, args.turns + 1):
-        meta = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
-        block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(meta)}\n```\n"
+        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
+        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
+        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
         front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
         system["content"] = front
-        turns.append({"role": "user", "content": f"Question {turn}: {filler(20, turn)}"})
+        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
+        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
+        turns.append({"role": "user", "content": text})
         begun = time.monotonic()
         answer = ask(8)
         usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
