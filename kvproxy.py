@@ -2835,8 +2835,8 @@ USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
 def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
-    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Of one that is cut off, the members with numbers."""
+    """The events in an answer's first bytes, and in its last ones if it is longer; without streaming
+    there is one. Of an event whose beginning is cut off, its numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
@@ -3067,8 +3067,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
+    """Whether half of the longer text is common: its start and end, or its lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
     a, b = a[:65536], b[:65536]
@@ -3159,11 +3158,11 @@ class Verdict:
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        return "; ".join(filter(None, (told, self.remedy())))
+        return f"{told}; {self.remedy()}".rstrip("; ")
 
     def remedy(self) -> str:
         """What helps."""
-        return " ".join(filter(None, (self.advice, self.cure)))
+        return f"{self.advice} {self.cure}".strip()
 
 
 @dataclasses.dataclass
@@ -3200,9 +3199,8 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
-        was learned."""
+        """Compare a prompt with those before it, and remember it; settle() comes later. `lost_at`:
+        when the server was last away, on the prompts' clock; `shapes`: what was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -3324,8 +3322,7 @@ def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
 
 
 def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
-    """The system texts that differ; if all that differs was learned from this very prompt, and is
-    lifted from now on, its two values."""
+    """The system texts that differ; or the two values of what was learned from this very prompt."""
     prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
     rows = [shape.row() for shape in known.values()]
     left, pieces = lift_text(base.system, rows)
@@ -3366,8 +3363,7 @@ CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
-    none would, or it is set already."""
+    """Name the setting that would have kept a rewritten prompt the same, if there is one."""
     verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
     system, user = verdict.where == "system", "(user)" in verdict.where
     if not system and not user and verdict.kind != "tool order":
@@ -3392,8 +3388,7 @@ def tell_cure(case: Case, config: Config) -> None:
 
 
 def without_block(pattern: str, text: str) -> str:
-    """A text without what the pattern of a block finds; as it is if the block begins so often that
-    looking for its ends could take long."""
+    """A text without a block, unless that begins so often that looking for its ends takes long."""
     opening = pattern.partition(".*?")[0]
     many = sum(1 for _ in re.finditer(opening, text)) > 64
     return text if many else re.sub(pattern, "", text)
@@ -3476,8 +3471,7 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
-    What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens too few were reused; 0 where that is little or unknown."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
@@ -3490,8 +3484,7 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the
-    verdict."""
+    """Weigh a verdict against what the server says it reused."""
     verdict, base = case.verdict, case.base
     case.prompt.tokens = usage.prompt
     verdict.base = base.number if base is not None else 0
@@ -3510,8 +3503,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
 
 
 def tell_pace(case: Case, pace: float) -> None:
-    """Tell of a prompt without numbers how many ms it took for each 1,000 characters, beside the
-    first request of its conversation, which the server had to read as a whole."""
+    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
     first = case.base.first_pace if case.base is not None else 0
     case.prompt.first_pace = first or pace
     if first:
@@ -3656,8 +3648,7 @@ ANSWER_START = 80  # characters that a template puts behind the last turn, for t
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
-
-    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
     at = common_prefix(before, now)
     if not before or not now or len(before) - at <= ANSWER_START:
         return
@@ -6759,9 +6750,8 @@ first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 """
 
 
-def compare(args: Words, config: Config, name: str) -> tuple[list[Json], list[Json]]:
-    """Play against config.backend_url, straight and then through a proxy with these settings, and
-    tell of both runs. Raises OSError."""
+def compare(args: Words, config: Config, name: str) -> None:
+    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
     total = args.tokens * (args.turns + 1)
     print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
     print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
@@ -6781,7 +6771,6 @@ def compare(args: Words, config: Config, name: str) -> tuple[list[Json], list[Js
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
     if after:
         print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
-    return runs
 
 
 def next_steps(config: Config, url: str) -> str:
@@ -6800,16 +6789,14 @@ def next_steps(config: Config, url: str) -> str:
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
-    at MS a word."""
+    """A stand-in for llama-server: one slot, whose cache is the longest common prefix in words."""
 
-    MS = 0.02
     slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
         words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
         cached = min(common_prefix(self.slot, words), len(words) - 1)
-        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        SimulatedServer.slot, ms = words, 0.02 * (len(words) - cached)
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
         message = {"role": "assistant", "content": "Noted, thanks."}
@@ -6984,8 +6971,7 @@ def in_columns(number: int, row: Json) -> str:
 
 
 class LogReader:
-    """Reads a capture or a server's log line by line; a row per request comes out when it is
-    complete."""
+    """Reads a capture or a server's log by the line; a row comes out for each request."""
 
     def __init__(self, config: Config) -> None:
         self.config, limit = config, config.ledger_mb << 20
@@ -7083,7 +7069,7 @@ class LogReader:
         return [*done, *self.finish(name)] if kind == "eval" else done
 
     def end(self, port: str = "") -> list[Json]:
-        """The rows of tasks that no line will end: the log stops, or a port's server starts anew."""
+        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
         names = [name for name in self.tasks if name.startswith(port)]
         rows = [row for name in names for row in self.finish(name)]
         self.longest.pop(port, None)
@@ -7116,8 +7102,7 @@ class LogReader:
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name that the same fault has on every request: the place, and the words before what
-    changes."""
+    """A name for a fault: the place, and the words before what changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     text = verdict.before or verdict.after
