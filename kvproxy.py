@@ -2835,7 +2835,7 @@ USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
 def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
-    """The events in an answer's first bytes, and in its last ones if it is longer; without streaming
+    """The events in an answer's first bytes, and in its last ones if it is longer; without streams
     there is one. Of an event whose beginning is cut off, its numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
@@ -3250,7 +3250,9 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
         if depth < reached or not (whole or prompt.answers > depth):
             continue
         tie = best if depth == reached else None
-        if tie and (tie.head == prompt.head or prompt.common(one) <= prompt.common(tie)):
+        if tie and (not whole or tie.head == prompt.head):
+            continue
+        if tie and prompt.common(one) <= prompt.common(tie):
             continue
         if one.conversation == talk or looks_alike(prompt, one):
             best, reached = one, depth
@@ -3347,8 +3349,9 @@ def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
         return "put in"
     if sorted(old.split()) != sorted(new.split()):
         return ""
-    into_result = "(tool)" in name and "(tool)" not in old_name
-    return "moved into the result" if into_result else "another form"
+    if "(tool)" in name and "(tool)" not in old_name:
+        return "moved into the result"
+    return "another form" if old.split() == new.split() else "another order"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -6960,7 +6963,8 @@ def finding_advice(found: Json, config: Config) -> str:
         return "kvproxy cures this: send the requests through it."
     known = found["cause"] if found["cause"] in ADVICE else "rewritten"
     text = found["advice"] or advice(known, config)
-    return text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    return f"kvproxy cures {found['cured']} of them. {text}" if found["cured"] else text
 
 
 def in_columns(number: int, row: Json) -> str:
@@ -7110,7 +7114,8 @@ def cause_of(verdict: Verdict) -> str:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if label and place != "tools" else "")
+    named = place != "tools" and re.search(r"\w", label)
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if named else "")
 
 
 # --- main -----------------------------------------------------------------------------------------

@@ -14706,7 +14706,7 @@ def test_commands_inspect_names_what_cures_all() -> None:
     _, findings = ex_rows_of(ex_captured(*talk))
     assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
     cure = "LIFT_REGEX='^Hour: .*$'"
-    assert findings[0]["advice"] == cure
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them. {cure}"
     pattern = cure.partition("=")[2].strip("'")
     reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
     rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
