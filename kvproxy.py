@@ -202,13 +202,16 @@ def setting_of(variable: str) -> dataclasses.Field[Any] | None:
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting."""
+    """(variable, setting) of variables that were most likely meant to be a setting: a letter is
+    missing, too many, another or in the wrong place."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
-        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not setting_of(variable):
-            yield variable, close[0]
+        for name in names if not setting_of(variable) else ():
+            if abs(len(name) - len(bare)) <= 1:
+                likeness = difflib.SequenceMatcher(None, bare, name).ratio()
+                if likeness >= 1 - 1 / len(name):
+                    yield variable, name
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
@@ -363,7 +366,10 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system messages."""
-        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
+        for count, turn in enumerate(self.turns):
+            if turn.role != "system":
+                return count
+        return len(self.turns)
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -455,6 +461,7 @@ def _finite(text: str) -> float:
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
 _parse_at = _strict.raw_decode
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
@@ -478,7 +485,7 @@ def parse(raw: bytes | bytearray | str) -> Json:
 
 def dump(body: Any) -> bytes:
     """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+    return _compact_json(body).encode("ascii")
 
 
 def bare(part: Json) -> Json:
@@ -1879,6 +1886,7 @@ class Trace:
     record: Record | None = None
     line: Line | None = None
     whose: int = 0  # a hash of the client and the dialect
+    opening: bytes = b""  # a hash of the first user's words
 
 
 class Replay:
@@ -1982,27 +1990,36 @@ class Replay:
             unit.sum_up()
         return units
 
-    def name(self, view: View, whose: int, units: list[Unit]) -> str:
-        """The conversation() of a request; one whose beginning was rewritten is known by the first
-        answer that it has."""
+    def name(self, view: View, trace: Trace, units: list[Unit]) -> str:
+        """The conversation() of a request; one whose front was rewritten is known by the first
+        answer that it has, and what that was said to."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
-        known = self.names.get(hash((whose, *spoken(first)))) if first is not None else None
-        return known or self.conversation(view, units)
+        said = spoken(first) if first is not None else ()
+        for key in ((trace.whose, trace.opening, *said), (trace.whose, *said)) if said else ():
+            if known := self.names.get(hash(key)):
+                return known
+        return self.conversation(view, trace.opening)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to, unless others may get the same: a few
-        words, or calls with ids that are names and numbers."""
+        """Note which conversation an answer belongs to. By itself it tells that, unless others may
+        get the same: a few words, or calls with ids that are names and numbers."""
+        if not answer.complete:
+            return
+        said = answer.opening, answer.calls
+        remember(self.names, hash((trace.whose, trace.opening, *said)), trace.conversation)
         random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
-        if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
-            key = hash((trace.whose, answer.opening, answer.calls))
-            remember(self.names, key, trace.conversation)
+        if random_ids or len(answer.opening) >= LONG_ANSWER:
+            remember(self.names, hash((trace.whose, *said)), trace.conversation)
 
-    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
+    def opening(self, units: list[Unit]) -> bytes:
+        """A hash of what the first user says."""
+        return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+
+    def conversation(self, view: View, opening: bytes | None = None) -> str:
         """A name for what a conversation's requests have in common: system prompt and the first
         user's words. It is the same in every process."""
-        units = units or self.units(view)
-        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
+        opening = self.opening(self.units(view)) if opening is None else opening
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -2038,9 +2055,9 @@ class Replay:
                 if learn:
                     self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
-        whose = hash((client, view.dialect.name))
-        name = match.record.conversation if match.record else self.name(view, whose, units)
-        trace = Trace(name, whose=whose)
+        trace = Trace(whose=hash((client, view.dialect.name)), opening=self.opening(units))
+        record = match.record
+        trace.conversation = record.conversation if record else self.name(view, trace, units)
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
         depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
@@ -3697,7 +3714,7 @@ HEAD_LIMIT = 65536  # bytes of a head
 HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
@@ -3849,12 +3866,11 @@ class Stream(io.RawIOBase):
                 raise self.gone(str(error)) from None
 
     def sendall(self, data: Any) -> None:
-        sent = self.attempt(self.sock.send, data, WRITE)
-        while sent < len(data):
-            data = memoryview(data)[sent:]
+        while data:
             sent = self.attempt(self.sock.send, data, WRITE)
+            data = memoryview(data)[sent:] if sent < len(data) else b""
 
-    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+    def makefile(self, mode: str, size: int = BUFFER // 2) -> Any:
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
@@ -3921,7 +3937,9 @@ def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
     them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
     ones, and takes more than twice as long."""
     headers = Fields()
-    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+    whole = HEAD_END.search(b"\n" + file.peek())  # as a rule it is there
+    lines = iter(file.read(whole.end() - 1).splitlines(True) if whole else ())
+    while (line := next(lines, b"") or read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         if len(headers) >= HEADER_LIMIT:
             raise TooLong("too many header lines")
@@ -4010,8 +4028,9 @@ class Request:
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """A header's value, the first one if there are several, or ''."""
-        return next(iter(self.headers.all(name.lower())), "")
+        """The value of a header (in lower case), the first one if there are several, or ''."""
+        values = self.headers.index.get(name)
+        return values[0] if values else ""
 
 
 # --- the model server's side ----------------------------------------------------------------------
@@ -4053,9 +4072,9 @@ class Response(http.client.HTTPResponse):
         else:
             self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
-        closes = re.search(r"(?i)\bclose\b", ",".join(headers.all("connection")))
         framed = self.chunked or self.length is not None
-        self.keeps = framed and not closes and line.startswith(b"HTTP/1.1")
+        closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
+        self.keeps = framed and not closes
 
     def release(self) -> bool:
         """Let go of the connection, at the end of the body; whether it can be used again."""
@@ -4115,10 +4134,6 @@ class Upstream(http.client.HTTPConnection):
             head, body = head + body, b""
         self.send(head)
         self.send(body)
-
-    def idle(self) -> bool:
-        """Whether nothing came on a connection that was kept, not even its end."""
-        return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
         """Read ahead: whether the final answer has begun, or the connection has ended."""
@@ -4180,7 +4195,7 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = default_request_version = "HTTP/1.1"
-    rbufsize = BUFFER // 2
+    rbufsize = BUFFER
     rfile: Any
     _headers_buffer: list[bytes | bytearray]
 
@@ -4201,6 +4216,7 @@ class Relay(BaseHTTPRequestHandler):
         self.until = 0.0  # on the monotonic clock: the client has to send by then
         self.linger = False  # the client is still sending
         self.abort = False
+        self.host = ""  # the last Host that was found to be known
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -4220,7 +4236,8 @@ class Relay(BaseHTTPRequestHandler):
         except Refused as refused:
             self.close_connection = self.linger = True
             status, fault = refused.args
-            self.proxy.log.info("refused | status=%d | %s", status, fault)
+            if self.exchange is None:  # else it has a line of its own
+                self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
                 self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
@@ -4394,9 +4411,11 @@ class Relay(BaseHTTPRequestHandler):
         if (request.length or 0) > self.limit:
             raise Refused(413, TOO_LONG % self.limit)
         host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+        if self.proxy.loopback_only and host and host != self.host:
+            if not self.proxy.known_host(host):
+                # The page had its own name resolve to this machine (DNS rebinding).
+                raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+            self.host = host
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
@@ -4502,7 +4521,7 @@ class Relay(BaseHTTPRequestHandler):
         self.kept = None
         if kept is not None:
             passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-            if passes or kept.url is not backend.url or not kept.idle():
+            if passes or kept.url is not backend.url:
                 kept.close()
             else:
                 with suppress(http.client.RemoteDisconnected):
@@ -4536,7 +4555,9 @@ class Relay(BaseHTTPRequestHandler):
         backend, stream = self.proxy.backend, upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         try:
-            self.watch(READ, 0)  # the client may have left by now
+            # The client may have left by now; the server, where it was kept, or sent what nobody asked.
+            if self.watch(READ, 0) and upstream.kept:
+                raise EOFError
             self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
@@ -4577,7 +4598,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
-        exchange.status, exchange.begun = response.status, time.monotonic()
+        exchange.status = response.status
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
@@ -4595,6 +4616,8 @@ class Relay(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for received, payload in response.pieces():
+                # llama-server sends the head before it reads the prompt.
+                exchange.begun = exchange.begun or time.monotonic()
                 if exchange.tap is not None:
                     exchange.tap.add(payload)
                 if self._headers_buffer:
@@ -4621,7 +4644,7 @@ class Exchange:
         self.address = address  # of the client, without the port
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
-        self.sent = self.begun = self.ended = 0.0
+        self.sent = self.begun = self.ended = 0.0  # begun: the first byte behind the answer's head
         self.received: bytes | bytearray | None = None
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
@@ -4787,12 +4810,16 @@ def described(found: Json) -> str:
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
+# What stands beside /v1 on llama-server and LM Studio, or in it already.
+BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(?:[/?]|$)")
+
+
 def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
     if target == "*":
         return target
-    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and BESIDE_V1.match(target):
         prefix = prefix[:-3]
     return prefix + target
 
@@ -5002,7 +5029,7 @@ class Proxy:
             for everything, seconds in ((False, grace), (True, 2.0)):
                 until = time.monotonic() + seconds
                 while server.hang_up(everything) and time.monotonic() < until:
-                    time.sleep(0.01)
+                    time.sleep(0.001)
             self.thread.join(5)
             with suppress(OSError):
                 self.capture.close()

@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
 
 
 def assert_linear(
-    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 32768
+    work: Callable[[Any], Any], make: Callable[[int], Any], most: int = 16384
 ) -> None:
     """Twice the input takes at most three times the time of this thread, at every size up to
     `most`; the best of several runs counts, so that a busy machine does not matter."""
@@ -1045,6 +1045,10 @@ def test_config_misspelt_variables() -> None:
         "LISTEN_HORT": "LISTEN_HOST",
         "listen_prt": "LISTEN_PORT",
         "KVPROXY_LOG_FILE": "LOG_FILE",
+        "SCRUP": "SCRUB",
+        "SCURB": "SCRUB",
+        "LFT": "LIFT",
+        "LEARNS": "LEARN",
     }
     right = ("BACKEND_URL", "STRIP_REGEX_2", "PATH", "HOME", "PORT", "URL", "SCRUBBER", "LANG", "X")
     found = dict(kvproxy.misspelt([*near, *right]))
@@ -5297,6 +5301,23 @@ def test_replay_conversation_keeps_its_name_whatever_stands_in_front(rig: MakeRi
         one.finished(number)
         seen.append(one.server.seen[-1].get("X-KVProxy-Conversation"))
     assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
+def test_replay_conversation_keeps_its_name_when_a_line_is_learned(rig: MakeRig) -> None:
+    """The answers are short; they tell it together with what was asked."""
+    one = rig()
+    client = RpClient(one, "chat")
+    names: list[str] = []
+    turns: list[Turn] = []
+    for step, at in enumerate(("10:15", "10:16", "10:17", "10:18"), 1):
+        turns += [("user", f"question {step}")]
+        client.send(turns, "ok", RP_SYSTEM + f"\n\nThe time is {at} now.\n\nBe brief.")
+        turns += [("assistant", "ok")]
+        one.finished(step)
+        names.append(one.server.seen[-1].get("X-KVProxy-Conversation") or "")
+    assert one.proxy.editor.lifter.learner.shapes and len(set(names)) == 1
+    client.send([("user", "another"), *turns[1:], ("user", "more")])
+    assert one.server.seen[-1].get("X-KVProxy-Conversation") not in names
 
 
 def test_replay_conversation_is_not_named_by_calls_that_others_have_too(rig: MakeRig) -> None:
@@ -10738,6 +10759,10 @@ def test_server_looks_for_a_backend_once_a_second_for_all(monkeypatch: Patch) ->
         ("/v1", "/v1/models", "/v1/models"),
         ("/v1/", "/v1", "/v1"),
         ("/v1", "/models", "/v1/models"),
+        ("/v1", "/props", "/props"),
+        ("/llm/v1/", "/apply-template", "/llm/apply-template"),
+        ("/v1", "/slots?model=m", "/slots?model=m"),
+        ("/v1", "/proposals", "/v1/proposals"),
         ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
         ("/api/v1", "/v1/models", "/api/v1/models"),
         ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
@@ -14433,6 +14458,27 @@ def test_status_rows(rig: MakeRig) -> None:
     told = one.get("/kvproxy/requests").json()["requests"][1]
     assert (told["client"], told["model"], told["error"]) == ("Claw/2.1", "big<i>", None)
     assert "waits for the server" not in one.get("/kvproxy").body.decode()
+
+
+def test_status_first_byte_is_that_of_the_answer_not_of_its_head(rig: MakeRig) -> None:
+    """llama-server sends the head before it reads the prompt."""
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        assert go_on.wait(PATIENCE)
+        link.event({"choices": [{"delta": {"content": "ok"}}]})
+        link.finish()
+
+    one = rig(script)
+    body = json.dumps(ex_chat("hello", stream=True)).encode()
+    head = f"POST {EX_CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    peer = one.raw(head.encode() + body)
+    peer.until(b"\r\n\r\n")
+    assert "<b>waits for the server</b>" in one.get("/kvproxy").body.decode()
+    read = time.monotonic()
+    go_on.set()
+    assert one.finished(1)[0].begun >= read
 
 
 def test_status_groups_conversations(rig: MakeRig) -> None:
