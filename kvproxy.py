@@ -1805,7 +1805,7 @@ class Record:
             return self.answer
         windows = tap.windows()
         if self.relayed[0] != windows:  # more of it came
-            self.relayed = windows, heard_answer(*windows)
+            self.relayed = windows, heard_answer(answer_events(*windows))
         return self.relayed[1]
 
 
@@ -2839,59 +2839,51 @@ class Usage:
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
-    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
-    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "cached_tokens": "cached",
+    "prompt_cache_hit_tokens": "cached", "completion_tokens": "output", "output_tokens": "output",
+    "predicted_n": "output", "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
     # Anthropic's: input_tokens are only what was not cached.
     "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    # llama.cpp's result_timings::to_json
-    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
 USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
-    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
+def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
+    """The events in an answer's first bytes, and in its last ones if it is longer; without streams
+    there is one. Of an event whose beginning is cut off, its numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            with contextlib.suppress(ValueError, RecursionError):
-                if "{" in one:
+            if "{" in one:
+                try:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                continue
-            if window is (last or first):
-                events.append(numbers_at_end(one))
+                except (ValueError, RecursionError):
+                    if window is (last or first):
+                        events.append(numbers_at_end(one))
         windows.append(events)
     return windows
 
 
 def numbers_at_end(text: str) -> Json:
-    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
-    that is its last member; not those of a tool call's input, which may have such names."""
+    """The last members with numbers of a JSON object that is cut off."""
     found: Json = {}
     for member in list(USAGE_MEMBER.finditer(text))[-2:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            value, end = json.JSONDecoder().raw_decode(text, member.end())
-            for opening in ('{"":0', '{"":{"":0'):
-                with contextlib.suppress(ValueError):
-                    json.loads(opening + text[end:])
-                    found[member[1]] = value
+        with suppress(ValueError, RecursionError):
+            found[member[1]] = json.JSONDecoder().raw_decode(text, member.end())[0]
     return found
 
 
-def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
-    in their events, where they are known."""
+def usage_of(windows: list[list[Json]]) -> Usage:
+    """The cache numbers in the events of an answer (llama-server, LM Studio, others)."""
     found: Json = {}
-    for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in (event, event.get("response"), event.get("message")):
-            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
-                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+    for event in itertools.chain(*windows):
+        for part in (event, members(event.get("response")), members(event.get("message"))):
+            for name in USAGE_NAMES.intersection(part):
+                read_numbers(found, name, part[name])
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2906,34 +2898,29 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
-def read_numbers(found: Json, numbers: Json) -> None:
-    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
-    for key, number in numbers.items():
-        if isinstance(number, dict):
-            read_numbers(found, number)
-        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
-            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
+def read_numbers(found: Json, key: str, value: Any) -> None:
+    """Enter a number, or those of a usage or timings object, into `found`."""
+    if isinstance(value, dict):
+        for name, number in value.items():
+            read_numbers(found, name, number)
+    elif key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
 
 
-# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
-_PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {
-    **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
-    "delta": ("response.output_text.delta",),
-    "content": _PLAIN,
-    "text": _PLAIN,
-}
+# What leads to the words and calls of an answer, and the types of objects that hold words.
+ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
+               "item", "output")  # fmt: skip
+WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
-    from their events."""
-    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
-    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+def heard_answer(windows: list[list[Json]]) -> Heard:
+    """What an answer says, by the events of its beginning and, if it is long, of its end."""
+    said = [list(answer_parts(events)) for events in windows]
+    texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
-    if not calls and not any(windows):
+    if not calls and not any(texts):
         return UNREAD
-    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2950,7 +2937,7 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             part = value[name]
             if not isinstance(part, str):
                 yield from answer_parts(part, name)
-            elif kind in ANSWER_KEYS[name]:
+            elif kind in WORD_TYPES and name != "message":  # that is an error's
                 yield part, ""
 
 
@@ -2972,7 +2959,7 @@ def part_text(value: Any) -> str:
     without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
     stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, list):
@@ -3008,104 +2995,82 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
-    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
-    the turns with which it was sent.
 
-    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
-    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
-    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
-    finished."""
-
-    SEGMENTS = 4096  # those behind are not looked at
+    Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
+    before the turns, `turns` has one of all turns up to each. `time` is on any clock; `sent` is the
+    prompt as it came, if it was edited. The last three members are known when the request ends."""
 
     def __init__(
-        self,
-        view: View,
-        talk: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-        sent: Prompt | None = None,
-        side: bool = True,
+        self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
-        """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock; `side`: whether it may be a side request."""
-        self.conversation, self.time = talk, now
-        self.side = side_of(view, headers or {}) if side else ""
+        self.conversation, self.side, self.time, self.sent = talk, side, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
-        shared = {text: text for _, text in sent.segments} if sent is not None else {}
+        self.system = "\n".join([text for _, text in self.segments])
+        self.tools = list[str]()
         for tool in listed(view.body.get("tools")):
+            self.tools.append(tool_name(tool))
             text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
-        self.first, number = min(len(self.segments), self.SEGMENTS), 1
-        self.reasoning = set[int]()
+            self.segments.append((f"tool {self.tools[-1]}", text))
+        self.first = len(self.segments)  # place of the first turn
+        self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
+        self.answers = number = link = 0  # how many turns there are up to the last answer
+        self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
-        for turn in turns[: self.SEGMENTS]:
+        for turn in turns:
             item = turn.item or {}
-            content = item.get("content")
-            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
-            reasons = turn.role == "reasoning"
-            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
-            if reasons or more:
-                self.reasoning.add(number)
-            if reasons:
+            kinds = [members(part).get("type") for part in listed(item.get("content"))]
+            reasons = any(kind in REASONING_PARTS for kind in (item.get("type"), *kinds))
+            if reasons or item.get("reasoning_content"):
+                self.reasoning.add(number + 1)
+            if turn.role == "reasoning":
                 continue
+            number += 1
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            number += 1
-        del self.segments[self.SEGMENTS :]
-        self.system = "\n".join(text for name, text in self.segments if name == "system")
-        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
-        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
-        self.head = self.chain[self.first - 1] if self.first else 0
+            self.turns.append(link := hash((link, self.segments[-1])))
+            if role == "assistant":
+                self.answers = number
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        # In bytes: PEP 393, with one emoji four for each character of a text.
-        texts = {id(text): text for _, text in self.segments}
-        rows = len(self.segments)
-        if sent is not None:
-            texts |= {id(text): text for _, text in sent.segments}
-            rows += len(sent.segments)
-        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
-        self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        held = self.segments + (sent.segments if sent is not None else [])
+        texts = {id(text): text for _, text in held}
+        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
         self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = self.side or (later if self.answered(0) else "first prompt")
+            self.step = side or (later if self.answers else "first prompt")
+        self.tokens: int | None = None
+        self.number, self.first_pace = 0, 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def said(self) -> list[str]:
-        """The user texts."""
-        return [text for name, text in self.segments if "(user)" in name]
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
-
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
+        count = len(base.turns)
+        if self.turns[count - 1 : count] == base.turns[-1:]:
+            return True
         (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
-        return raw or self.turns[: len(base.turns)] == base.turns
+        return name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
         return self.head == base.head and self.has_turns_of(base)
 
+    def depth(self, other: Prompt) -> int:
+        """The number of segments that it begins with as another prompt does."""
+        if self.head == other.head:
+            return self.first + common_prefix(self.turns, other.turns)
+        return common_prefix(self.segments[: self.first], other.segments[: other.first])
+
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
+        depth = self.depth(other)
+        if depth == len(other.segments):
+            return other.size
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
-        return sum(len(text) for _, text in self.segments[:depth]) + more
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3118,16 +3083,14 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
+    """Whether half of the longer text is common: its start and end, or its lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
     a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    return sum(map(len, set(a.splitlines()) & set(b.splitlines()))) > wanted
 
 
 KINDS = (  # what a differing span looks like, most telling first
@@ -3206,25 +3169,16 @@ class Verdict:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
         if self.name == "new branch" and self.kind in ("regenerated", "edited"):
             return f"goes on from an older prompt than the newest one ({self.kind})"
-        if self.name != "rewritten":
+        if self.name != "rewritten" or self.kind == "reasoning":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        elif self.kind == "reasoning":
-            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        return "; ".join(filter(None, (told, self.remedy())))
+        return f"{told}; {self.remedy()}".rstrip("; ")
 
     def remedy(self) -> str:
         """What helps."""
-        return " ".join(filter(None, (self.advice, self.cure)))
-
-
-MOVED_ALONE = "by kvproxy itself; the client only went on"
-MOVED_BESIDE = (
-    "by kvproxy itself, since the system prompt says something else, or another conversation is"
-    " alike up to here; the client's messages only went on"
-)
+        return f"{self.advice} {self.cure}".strip()
 
 
 @dataclasses.dataclass
@@ -3238,13 +3192,12 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
-    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     place: int = 0  # of the segment where they part
     learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: str = ""  # what kvproxy moved, while the client's messages only went on
+    moved: bool = False  # by kvproxy itself: the client's messages only went on
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
@@ -3262,9 +3215,8 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
-        was learned."""
+        """Compare a prompt with those before it, and remember it; settle() comes later. `lost_at`:
+        when the server was last away, on the prompts' clock; `shapes`: what was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -3273,40 +3225,29 @@ class Ledger:
                 self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        if not stored or not prompt.chain:
+        if not stored or not prompt.segments:
             return case
-        case.base = base = previous(prompt, stored)
+        case.base = previous(prompt, stored)
+        base = case.base
         if base is None:  # of other conversations the closest one, rather one with the same tools
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        case.whole = case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        if case.base is not None and sent.goes_on(base.sent or base):
-            case.moved = MOVED_ALONE
-        newer = stored[: stored.index(base)]
-        case.between, case.away = newer[:COMPARED], base.time < lost_at
-        if case.whole:
-            verdict.name, talk = "extended", (base.conversation, base.head)
-            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
-            if again and not prompt.side:
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
-            return case
-        locate_change(case, base, shapes)
-        place = verdict.where.partition(" ")[0]
-        if place == "turn" and case.base is not None and sent.has_turns_of(base.sent or base):
-            case.moved = case.moved or MOVED_BESIDE
-        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
-        same_agent = place != "system" or alike(base.system, prompt.system)
-        if not prompt.side and same_agent and (goes_on or volatile):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        talks = [(one.conversation, one.head) for one in newer if not one.side]
+        if not case.whole:
+            judge_change(case, base, shapes)
+        elif prompt.side or (base.conversation, base.head) not in talks:
+            verdict.name = "extended"
         else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+            same = len(prompt.turns) == len(base.turns)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
 
 
@@ -3315,38 +3256,29 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     of its history; what stands before the turns does not count. One whose last message alone was
     put in another way (a branch, a question beside the conversation) is passed over."""
     talk, side = prompt.conversation, prompt.side
-    named = (one for one in stored if one.conversation == talk and (side or not one.side))
-    own = list(itertools.islice(named, COMPARED))
-    whole = next((one for one in own if prompt.has_turns_of(one)), None)
-    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
-    own += [one for one in newer if one.conversation != talk]  # its name may have changed
-    whole = changed = None
-    deepest = reached = -1
-    for entry in own:
-        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
-        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
-        if whole is not None and whole.head == prompt.head and not deeper:
+    named = [one for one in stored if one.conversation == talk and (side or not one.side)]
+    own = named[:COMPARED]
+    near = [one for one in stored[:LOOKED_AT] if one.conversation != talk and not one.side]
+    best, reached = None, -1
+    for one in own + near:  # its name may have changed
+        whole = prompt.has_turns_of(one)
+        depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
+        if depth < reached or not (whole or prompt.answers > depth):
             continue
-        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
-        later = changed is None and depth > deepest and prompt.answered(depth)
-        if not (begins and depth >= deepest) and not later:
+        tie = best if depth == reached else None
+        if tie and (not whole or tie.head == prompt.head):
             continue
-        if entry.conversation != talk and not looks_alike(prompt, entry):
+        if tie and prompt.common(one) <= prompt.common(tie):
             continue
-        if not begins:
-            changed, reached = entry, depth
-        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
-            whole, deepest = entry, depth
-    if whole is None or deepest <= reached:
-        return changed
-    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
-    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
-        return whole
-    said = prompt.segments[prompt.first + deepest :]
-    while said and "(assistant)" not in said[-1][0]:
-        said.pop()
-    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
-    return newest if in_history else whole
+        if one.conversation == talk or looks_alike(prompt, one):
+            best, reached = one, depth
+    newest = max(own[:1] + near[:1], key=lambda one: one.time, default=best)
+    if best is None or newest is None or newest is best:
+        return best
+    # It was made from the newest one if the last message of that is history now.
+    history = prompt.segments[prompt.first + reached : prompt.first + prompt.answers]
+    made = newest.segments[-1][1] in [text for _, text in history]
+    return newest if made and (newest.conversation == talk or looks_alike(prompt, newest)) else best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3354,58 +3286,88 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
     if name.endswith("(prompt)"):
         return prompt.goes_on(one)
-    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+    if prompt.side or one.side or not one.turns or not prompt.answers:
         return False
     if not (first in opening or opening in first or alike(first, opening)):
         said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
-        if not any(text in said for _, text in one.segments[one.first :]):
+        if said.isdisjoint([text for _, text in one.segments[one.first :]]):
             return False
     return alike(one.system, prompt.system)
+
+
+def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
+    """Name what became of a prompt that does not go on from an earlier one."""
+    verdict, prompt = case.verdict, case.prompt
+    locate_change(case, base, shapes)
+    place, same_talk = verdict.where.partition(" ")[0], case.base is not None
+    sent, base_sent = prompt.sent or prompt, base.sent or base
+    if same_talk and sent.has_turns_of(base_sent):
+        case.moved = place == "turn" or sent.head == base_sent.head
+    goes_on = same_talk and (place == "turn" or prompt.answers > 0)
+    volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
+    same_agent = place != "system" or alike(base.system, prompt.system)
+    if same_agent and (goes_on or volatile) and not prompt.side:
+        verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
 def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    depth = common_prefix(prompt.chain, base.chain)
+    case.place = depth = prompt.depth(base)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    case.place = depth
     if base.system != prompt.system:
-        verdict.where, old, new = "system", base.system, prompt.system
-        rows = {shape: shape.row() for shape in shapes}
-        left, pieces = lift_text(old, rows.values())
-        if pieces and left != new:
-            old = left  # something else changed as well
-        elif pieces:
-            found = {label for label, _ in pieces}
-            case.learned = [shape for shape, row in rows.items() if row.label in found]
-            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
-            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
-            old, new = changed[0][1], now.get(changed[0][0], "")
+        verdict.where = "system"
+        old, new = system_change(case, base, shapes)
     elif base.tools != prompt.tools:
-        order = sorted(base.tools) == sorted(prompt.tools)
-        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
-        at = common_prefix(base.tools, prompt.tools)
-        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
-        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
-        return
+        same = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
+        old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
-        verdict.kind = "another order"
-    elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, new = old_name, "taken out", ""
-    elif new and stands_behind(old, prompt, depth):
-        verdict.kind, old = "put in", ""
-    elif sorted(old.split()) == sorted(new.split()):
-        moved = "(tool)" in name and "(tool)" not in old_name
-        other = "another form" if old.split() == new.split() else "another order"
-        verdict.kind = "moved into the result" if moved else other
+    else:
+        verdict.kind = moved_text(base, prompt, depth)
+        if verdict.kind == "taken out":
+            verdict.where, new = old_name, ""
+        elif verdict.kind == "put in":
+            old = ""
     case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
+
+
+def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
+    """The system texts that differ; or the two values of what was learned from this very prompt."""
+    prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
+    rows = [shape.row() for shape in known.values()]
+    left, pieces = lift_text(base.system, rows)
+    if left != prompt.system:
+        return left, prompt.system  # something else changed as well
+    case.learned = [known[label] for label, _ in pieces]
+    now = dict(lift_text((prompt.sent or prompt).system, rows)[1])
+    label, value = next((one for one in pieces if one[1] != now.get(one[0])), pieces[0])
+    return value, now.get(label, "")
+
+
+def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
+    """How a text has moved at the place where two prompts part; '' if it has not."""
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
+    later, earlier = stands_behind(new, base, depth), stands_behind(old, prompt, depth)
+    if later and earlier:
+        return "another order"
+    answer = "(assistant)" in name and "(assistant)" not in old_name
+    if old and (later or answer or not name):
+        return "taken out"
+    if new and earlier:
+        return "put in"
+    if sorted(old.split()) != sorted(new.split()):
+        return ""
+    if "(tool)" in name and "(tool)" not in old_name:
+        return "moved into the result"
+    return "another form" if old.split() == new.split() else "another order"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3416,117 +3378,89 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
-
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
-    none would, or it is set already."""
-    verdict, texts, pattern = case.verdict, case.texts, ""
-    system, order = verdict.where == "system", verdict.kind == "tool order"
-    if case.learned:
-        verdict.advice = "learned: it is lifted from now on"
-    if not system and "(user)" not in verdict.where and not order:
+    """Name the setting that would have kept a rewritten prompt the same, if there is one."""
+    verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
+    system, user = verdict.where == "system", "(user)" in verdict.where
+    if not system and not user and verdict.kind != "tool order":
         return
-    for switch in ("scrub", "replay", "lift" if system else "replay"):
+    for switch in ("scrub", "replay", "lift") if system else ("scrub", "replay"):
         if not getattr(config, switch):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    if system:
-        pattern = lift_pattern(case)
-    elif not order and (pattern := block_pattern(*texts)):
-        prompts = [one for one in (case.base, case.prompt) if one is not None]
-        came = (text for one in prompts for text in (one.sent or one).said())
-        if not any(text != without_block(pattern, text) for text in came):
-            pattern = ""  # not the client, but kvproxy wrote it
-        elif not replayable(case, pattern):
-            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if case.learned:
+        pattern = "|".join([shape.pattern() for shape in case.learned])
+        price = "learned: it is lifted from now on; from the first request on with"
+    elif system:
+        pattern = lines_pattern(*case.texts)
+    elif user:
+        name, pattern = block_cure(case)
+        if name == "STRIP_REGEX":
+            price = "this cures it, but the model sees it no more:"
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", pattern)  # these need no escape
     if pattern and pattern not in getattr(config, name.lower()):
         quote = '"' if "'" in pattern else "'"
-        verdict.cure = f"{name}={quote}{pattern}{quote}"
-        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
-        verdict.advice += "; from the first request on with" if case.learned else price
-
-
-def lift_pattern(case: Case) -> str:
-    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
-    old, new = case.texts
-    if case.learned and case.compared is not None:  # as they came
-        both = (one.sent or one for one in (case.compared, case.prompt))
-        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
-    pattern = lines_pattern(old, new)
-    if pattern or len(case.learned) != 1:
-        return pattern
-    pattern = case.learned[0].pattern()
-    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
-    return pattern if found and found_now and old == new else ""
+        verdict.advice, verdict.cure = price, f"{name}={quote}{pattern}{quote}"
 
 
 def without_block(pattern: str, text: str) -> str:
-    """A text without what the pattern of a block finds; as it is if the block begins so often that
-    looking for its ends could take long."""
+    """A text without a block, unless that begins so often that looking for its ends takes long."""
     opening = pattern.partition(".*?")[0]
     many = sum(1 for _ in re.finditer(opening, text)) > 64
     return text if many else re.sub(pattern, "", text)
 
 
-def replayable(case: Case, pattern: str) -> bool:
-    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
-    that another one was answered and spoken behind it."""
-    now = case.texts[1]
-    if now != without_block(pattern, now):
-        return False
+def block_cure(case: Case) -> tuple[str, str]:
+    """The setting, and its pattern, that would have kept a user text the same; '' without one.
 
-    def later(prompt: Prompt) -> bool:
-        behind = iter(prompt.segments[case.place :])
-        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-        said = (text for name, text in behind if "(user)" in name)
-        words = (without_block(pattern, text).strip() for text in said)
-        return answered and any(words)
-
-    return later(case.prompt) and not (case.base is not None and later(case.base))
-
-
-def strip_pattern(case: Case, pattern: str) -> str:
-    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
-    message is empty; '' where that is not so."""
-    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
-    if "<system-reminder>" in pattern:  # clients tell many things in this way
-        return ""
-    if not all(without_block(pattern, text).strip() for text in said):
-        return ""
-    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
-        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
-        if len({without_block(more, text) for text in case.texts}) == 1:
-            return more
-    return ""
+    REPLAY_REGEX restores a block that stood in the newest message, and is gone now that another one
+    was answered and spoken behind it. STRIP_REGEX must not make a message empty."""
+    pattern, now = block_pattern(*case.texts), case.texts[1]
+    if not pattern:
+        return "REPLAY_REGEX", ""
+    prompts = [one for one in (case.prompt, case.base) if one is not None]
+    spoken = [spoken_behind(one, case.place, pattern) for one in prompts]
+    if now == without_block(pattern, now) and spoken in ([True], [True, False]):
+        return "REPLAY_REGEX", pattern
+    said = [text for one in prompts for name, text in one.segments if "(user)" in name]
+    if all(without_block(pattern, text).strip() for text in said):
+        for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
+            if len({without_block(form, text) for text in case.texts}) == 1:
+                return "STRIP_REGEX", form
+    return "STRIP_REGEX", ""
 
 
-def shape(text: str) -> str:
+def spoken_behind(prompt: Prompt, place: int, pattern: str) -> bool:
+    """Whether something was answered behind a place, and then said beside a block."""
+    behind = iter(prompt.segments[place:])
+    answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+    said = [text for name, text in behind if "(user)" in name]
+    return answered and any(without_block(pattern, text).strip() for text in said)
+
+
+def varying(text: str) -> str:
     """A pattern for a piece of a line: numbers and names of days and months may vary."""
-    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of whole lines, each there once, without which two system texts are equal."""
-    before, after = old.split("\n"), new.split("\n")
-    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
-    patterns = []
-    for was, now in pairs[:CURE_LINES]:
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
+    patterns, texts = [], [old, new]
+    for was, now in [(was, now) for was, now in pairs if was != now][:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
-    texts = [old, new]
-    for pattern in patterns:
-        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+        pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
+        patterns.append(pattern)
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+    return "|".join(patterns) if texts[0] == texts[1] else ""
 
 
 def block_pattern(old: str, new: str) -> str:
@@ -3539,11 +3473,12 @@ def block_pattern(old: str, new: str) -> str:
         block = text[start : end if end >= 0 else None].strip()
         line = block.split("\n")[0]
         typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
+        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
+        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
             left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
@@ -3555,91 +3490,93 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
-    What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens too few were reused; 0 where that is little or unknown."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
-    exact = base.tokens if base is not None and case.whole else None
-    exact = case.ahead or exact
+    exact = case.ahead or (base.tokens if base is not None and case.whole else None)
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
-    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    little = max(64, verdict.expected * (0.25 if exact is None else 0.01))
     due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
     return missing if due and missing >= little else 0
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the
-    verdict."""
-    verdict = case.verdict
+    """Weigh a verdict against what the server says it reused."""
+    verdict, base = case.verdict, case.base
     case.prompt.tokens = usage.prompt
-    verdict.base = case.base.number if case.base is not None else 0
+    verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case)
+        if case.first_byte and case.prompt.size:
+            tell_pace(case, 1_000_000 * case.first_byte / case.prompt.size)
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
-    if verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.advice = case.moved
-        if not case.moved:
-            tell_cure(case, config)
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client's messages only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        tell_cure(case, config)
 
 
-def tell_pace(case: Case) -> None:
-    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
-    request of its conversation, which the server had to read as a whole."""
-    prompt, base = case.prompt, case.base
-    if not case.first_byte or not prompt.size:
-        return
-    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
-    if base is not None and base.first_pace:
-        prompt.first_pace = base.first_pace
-        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
-        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
+def tell_pace(case: Case, pace: float) -> None:
+    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
+    first = case.base.first_pace if case.base is not None else 0
+    case.prompt.first_pace = first or pace
+    if first:
+        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, base = case.verdict, case.base or case.prompt
+    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    had = base.reasoning if case.whole else set()
-    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
+    dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
+    if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
+        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
+        verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    numbers: Json = {"minutes": round(case.idle / 60)}
     if case.away:
         cause = "away"
     elif case.between:
-        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
-        # unless set) of its prompt; what the slot held goes to the host cache only if less than
-        # half of it stays (server-context.cpp, get_available_slot).
-        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
-        other = max(shares, key=shares.__getitem__)
-        share, size = shares[other], other.tokens or other.size // 4
-        wanted = math.ceil(100 * share + 1) / 100
-        same = other.conversation == base.conversation
-        who = "a request of the same chat in another form" if same else "another conversation"
-        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
-        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
         cause = "taken"
+    elif case.idle > 300:
+        cause = "idle"
     else:
-        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
-        cause = "idle" if case.idle > 300 else some
-    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
-    if numbers.get("share", 0) > 0.1:
-        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
-        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-        why = ADVICE["slot taken"] + told
-    still = f"{cached:,} of {expected:,} tokens were still there"
-    verdict.advice = f"{still}: {why.format(**numbers)}"
+        cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
+    why = advice(cause, config).format(minutes=round(case.idle / 60))
+    if cause == "taken":
+        why = who_took_it(case, base, expected / total)
+    verdict.name, verdict.kind = "lost", cause
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
     loop = base.step == "tool step" or base.reasoning
-    if case.prompt.step == "user turn" and loop and cause != "away":
+    if prompt.step == "user turn" and loop and cause != "away":
         verdict.advice += OR_TEMPLATE
+
+
+def who_took_it(case: Case, base: Prompt, due: float) -> str:
+    """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt (server-context.cpp, get_available_slot)."""
+    shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+    other = max(shares, key=shares.__getitem__)
+    share, size = shares[other], other.tokens or other.size // 4
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    who = f"a {other.side} request" if other.side else who
+    if share <= 0.1:
+        return f"{who} {ADVICE['taken']}"
+    wanted = math.ceil(100 * share + 1) / 100
+    several = "several slots" if wanted < due else "no -sps"
+    helps = {None: ("one slot", several), 1: ("one slot",)}.get(case.slots, (several,))
+    told = "; ".join([ADVICE[name] for name in helps]).format(wanted=wanted)
+    shared = f"which shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, {shared} and so was given this slot: {told}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3647,10 +3584,7 @@ _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
-    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
-    " keep both",
-    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
-    " ({share:.2f}) and so was given this slot: ",
+    "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
     "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
     " conversations start cold",
@@ -3662,20 +3596,16 @@ ADVICE = {
     "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
-    " again",
+    "rewritten": "have the client keep it as it was, where it can",
     # of server logs
-    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
-    " --ctx-checkpoints, --swa-full",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
-    " larger host cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation"
-    " took the slot",
+    "full re-processing": f"{_KINDS}, without a checkpoint before the change (--ctx-checkpoints)",
+    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
+    "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
     # of `check`
-    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
-    " a run of `python kvproxy.py bench` shows it",
+    "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
+    " `python kvproxy.py bench` shows it",
     "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
     "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
     " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
@@ -3683,8 +3613,6 @@ ADVICE = {
     " (16,000-60,000): raise -c or lower -np",
     "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
-
-
 # Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
 OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
@@ -3707,18 +3635,16 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(view: View, headers: Mapping[str, str]) -> str:
+def side_of(view: View, agent: str) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
-    fault."""
+    sub-agent), which has a prompt of its own; '' for others. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get(AGENT_ID):
+    if agent:
         return "sub-agent"
-    told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
-        return "title"  # Codex says so, or wants a property of this name
+    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
+        return "title"
     if body.get("tools"):
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
@@ -3741,8 +3667,7 @@ ANSWER_START = 80  # characters that a template puts behind the last turn, for t
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
-
-    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
     at = common_prefix(before, now)
     if not before or not now or len(before) - at <= ANSWER_START:
         return
@@ -3762,22 +3687,21 @@ def weights_of(
     server count a text's tokens; without it they are estimated from the characters."""
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = {
-        "system": [text for name, text in segments if name == "system"],
-        "tools": [text for _, text in tools],
-        "turns": [text for name, text in segments if name.startswith("turn ")],
-    }
-    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
-    size = sum([len(text) for _, text in segments])
-    rate = (tokens or size / 4) / (size or 1)
-    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
-    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
-    numbers = counts if len(counts) == len(parts) else numbers
-    return {
-        **dict(zip(texts, numbers, strict=False)),
-        "estimated": numbers is not counts,
-        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
-    }
+    names = "system", "tools", "turns"
+    parts = [
+        "\n".join([text for name, text in segments if name.startswith(kind.rstrip("s"))])
+        for kind in names
+    ] + [text for _, text in largest]
+    numbers = list[int | None]()
+    for part in parts:
+        numbers.append(count(part) if count is not None and None not in numbers else None)
+    estimated = None in numbers
+    if estimated:
+        size = sum(map(len, parts[:3])) or 1
+        numbers = [round(len(part) * (tokens or size / 4) / size) for part in parts]
+    row: Json = dict(zip(names, numbers, strict=False))
+    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
+    return row | {"estimated": estimated, "largest tools": of_tools}
 
 
 # ==================================================================================================
@@ -5150,13 +5074,14 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        talk, headers = exchange.trace.conversation, {AGENT_ID: exchange.request.get(AGENT_ID)}
+        talk = exchange.trace.conversation
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             original = None
             if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect), side=False)
-            prompt = Prompt(view, talk, headers, time.monotonic(), original)
+                original = Prompt(self.reader.view(received, view.dialect))
+            side = side_of(view, exchange.request.get(AGENT_ID))
+            prompt = Prompt(view, talk, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -5218,7 +5143,7 @@ class Proxy:
         first, last = tap.windows() if tap is not None else (b"", b"")
         events = answer_events(first, last) if answered else []
         if trace.record is not None:
-            trace.record.answer = heard_answer(first, last, events) if answered else None
+            trace.record.answer = heard_answer(events) if answered else None
             trace.record.tap = None
             if trace.record.answer:
                 self.replay.answered(trace, trace.record.answer)
@@ -5230,7 +5155,7 @@ class Proxy:
         if exchange.request.path.startswith("/v1/v1/"):
             exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
-            exchange.usage = usage_of(first, last, events)
+            exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
             exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
@@ -5885,7 +5810,7 @@ class Warmup:
             if status:
                 told = f"the server answers {status}"
             if status == 200:
-                prefill.usage = usage_of(dump(members(answer)))
+                prefill.usage = usage_of([[members(answer)]])
                 told = f"tokens read: {read_of(prefill.usage)}"
         except OSError:
             pass
@@ -6055,8 +5980,8 @@ class Warmup:
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: see whether what was read ahead is what
         it begins with."""
-        agent, headers = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
-        if not self.reads_ahead(agent) or side_of(view, headers):
+        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
+        if not self.reads_ahead(agent) or side_of(view, sub_agent):
             return
         with self.guard:
             talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
@@ -6595,69 +6520,57 @@ def play(
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
-    ValueError or HTTPException."""
-    rows, turns = list[Json](), list[Json]()
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server = urllib.parse.urlsplit(url)
-    target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
-    headers |= bearer(os.environ.get("API_KEY", ""))
+    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
 
-    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
-        """An answer, and the ms until it began."""
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
-        with contextlib.closing(http_connection(server, timeout)) as connection:
-            started = time.monotonic()
-            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
-            response = connection.getresponse()
-            data = response.read1(65536)
-            first = 1000 * (time.monotonic() - started)
-            data += response.read()
-        if response.status != 200:
-            told = " ".join(data[:200].decode("utf-8", "replace").split())
-            raise ValueError(f"the server answered {response.status}: {told}")
-        return data, first
+    def ask(tokens: int) -> Json:
+        body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
+        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
+        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
+        if status != 200:
+            raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
+        return members(answer)
 
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        system["content"] = front
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
         turns.append({"role": "user", "content": text})
-        front = {"role": "system", "content": system}
-        data, first = ask([front, *turns], 16)
-        usage = usage_of(data)
+        begun = time.monotonic()
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
         if rest is not None:
             call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
             calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
             thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
             result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
             turns += [{"role": "assistant", **thought}, result]
-            data = ask([front, *turns], 1024)[0]
+            answer = ask(1024)
             rest()
-        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
-        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
-        turns.append((echo[0].item if echo else None) or answer)
-        ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
-        rows.append({**row, "ms": ms})
-        if not args.json:
-            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
-            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
-            if (name, turn, args.command) == ("straight", 1, "bench"):
-                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
-                print(f"At this pace, about {left} more.")
+        choice = members(next(iter(listed(answer.get("choices"))), None))
+        said = members(choice.get("message"))
+        turns.append(said if said.get("content") else {"role": "assistant", "content": "ok"})
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
+        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
+        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
+        print(BENCH_ROW.format(name, *cells))
+        if (name, turn, args.command) == ("straight", 1, "bench"):
+            left = duration(rows[0]["ms"] / 1000 * args.turns)  # and one turn through kvproxy
+            print(f"At this pace, about {left} more.")
     return rows
 
 
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should{2}.
+first should: {2:,} tokens, {3} on a server that reads 400 a second.
 """
 BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
 first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
@@ -6665,14 +6578,10 @@ first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 
 
 def compare(args: Words, config: Config, name: str) -> None:
-    """Play against config.backend_url, straight and then through a proxy with these settings, and
-    tell of both runs. Raises what play() raises."""
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        text = BENCH_AHEAD if args.ahead else BENCH
-        print(text.format(args, name, long if args.command == "bench" else ""))
-        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
+    total = args.tokens * (args.turns + 1)
+    print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
+    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
 
@@ -6682,55 +6591,47 @@ def compare(args: Words, config: Config, name: str) -> None:
             return play(name, proxy.url, args, config.read_timeout, rest)
 
     if args.ahead:
-        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+        runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
     else:
         straight = play("straight", config.backend_url, args, config.read_timeout)
-        through = through_kvproxy("through kvproxy", "0")
-    before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
-    ratio = before / after if after else None
-    if args.json:
-        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
-        print(json.dumps({**runs, "ratio": ratio}))
-    elif ratio is not None:
-        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+        runs = straight, through_kvproxy("through kvproxy", "0")
+    before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
+    if after:
+        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
 
 
 def next_steps(config: Config, url: str) -> str:
     """What to do after a demo or a bench, to be copied; the same in every shell."""
-    here = os.path.basename(__file__)
-    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
-    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
-    run = [f'"{word}"' if " " in word else word for word in run]
+    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), __file__]
+    words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
     port = config.listen_port or 1234
-    if urllib.parse.urlsplit(url).port == port:
-        port += 1
-    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    here = f"http://127.0.0.1:{port}"
+    port += urllib.parse.urlsplit(url).port == port
+    if port != 1234:
+        words.append(f"LISTEN_PORT={port}")
+    page = f"http://127.0.0.1:{port}"
     return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
-        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {page}/v1 (Claude Code:"
+        f" {page})\ninstead of the server's address, and open {page}/kvproxy"
     )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
-    at MS a word."""
+    """A stand-in for llama-server: one slot, whose cache is the longest common prefix in words."""
 
-    MS = 0.02
     slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
         words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
         cached = min(common_prefix(self.slot, words), len(words) - 1)
-        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        SimulatedServer.slot, ms = words, 0.02 * (len(words) - cached)
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
-        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": "Noted, thanks."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        event = dump({"choices": [choice], "timings": timings})
-        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
+        self.wfile.write(dump({"choices": [choice], "timings": timings}))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -6746,9 +6647,8 @@ def command_demo(args: Words, config: Config) -> int:
             compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
-    if not args.json:
-        print(next_steps(config, config.backend_url or CANDIDATES[0]))
-        print("To measure your own server first, put `bench` behind that line.")
+    print(next_steps(config, config.backend_url or CANDIDATES[0]))
+    print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6759,17 +6659,19 @@ def command_bench(args: Words, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().close()
     except OSError as error:
-        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
-        print(told, file=sys.stderr)
-        return 1
+        return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), url)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"The run broke off: {error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(next_steps(config, url))
+    except OSError as error:
+        return failed(f"The run broke off: {error}")
+    print(next_steps(config, url))
     return 0
+
+
+def failed(why: str) -> int:
+    """Tell why a command ends, which has this exit code."""
+    print(why, file=sys.stderr)
+    return 1
 
 
 def command_check(args: Words, config: Config) -> int:
@@ -6787,16 +6689,14 @@ def command_check(args: Words, config: Config) -> int:
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     slots, context = backend.ask("/slots")[1], found.get("context")
-    told = []
-    if not isinstance(slots, list):
-        told.append("no slots")
-    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
-        told.append("no cache")
-    if found.get("slots") == 1:
-        told.append("one for all")
-    if isinstance(context, int) and context < 32768:
-        told.append("short context")
-    for name in told or ["no fault"]:
+    params = [members(members(slot).get("params")) for slot in listed(slots)]
+    faults = {
+        "no slots": not isinstance(slots, list),
+        "no cache": any(one.get("cache_prompt") is False for one in params),
+        "one for all": found.get("slots") == 1,
+        "short context": isinstance(context, int) and context < 32768,
+    }
+    for name in [name for name, there in faults.items() if there] or ["no fault"]:
         text = ADVICE[name].format(context=context)
         if found["product"] == "LM Studio":
             text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
@@ -6827,7 +6727,6 @@ LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
     "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
     " earlier one began with; keep: share of the slot's old content that stayed."
@@ -6846,34 +6745,26 @@ def command_inspect(args: Words, config: Config) -> int:
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
-        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
-        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            print(begin * (number == 1) + line(number, row))
+            if args.json:
+                print("," * (number > 1) + visible(json.dumps(row)))
+            else:
+                print(f"{INSPECT_HEAD}\n" * (number == 1) + visible(in_columns(number, row)))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
-                new |= {"example": row["what"], "cure": row["cure"]}
+                new |= {"example": row["what"], "advice": row["cure"]}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        cure = found.pop("cure")
-        text = cure or advice(cause, config)
-        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
-        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
-        found["advice"] = also.join(filter(None, (cured, text)))
-        if found["cured"] == found["requests"]:
-            found["advice"] = "kvproxy cures this: send the requests through it."
+        found["advice"] = finding_advice(found, config)
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
@@ -6890,16 +6781,25 @@ def command_inspect(args: Words, config: Config) -> int:
     return 0
 
 
+def finding_advice(found: Json, config: Config) -> str:
+    """What to do about a finding, whose `advice` is that of its first request."""
+    if found["cured"] == found["requests"]:
+        return "kvproxy cures this: send the requests through it."
+    known = found["cause"] if found["cause"] in ADVICE else "rewritten"
+    text = found["advice"] or advice(known, config)
+    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    return f"kvproxy cures {found['cured']} of them. {text}" if found["cured"] else text
+
+
 def in_columns(number: int, row: Json) -> str:
-    cells = (shape.format(row[key]) if row[key] is not None else "-"
-             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    forms = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    cells = [form.format(row[key]) if row[key] is not None else "-" for key, form in forms.items()]
     name = row["name"][:27] + "~" * row["estimated"]
-    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
+    return INSPECT_LINE.format(number, name, *cells, row["what"])
 
 
 class LogReader:
-    """Reads a capture or a server's log line by line; a row per request comes out when it is
-    complete."""
+    """Reads a capture or a server's log by the line; a row comes out for each request."""
 
     def __init__(self, config: Config) -> None:
         self.config, limit = config, config.ledger_mb << 20
@@ -6907,9 +6807,9 @@ class LogReader:
         self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
-        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
-        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+        self.tasks: dict[str, Json] = {}  # what is known of the task of each port and slot
+        self.slots: dict[str, str] = {}  # the slot that a port's log spoke of last
+        self.longest: dict[str, int] = {}  # the longest prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
         """The rows of a file, one by one."""
@@ -6934,86 +6834,85 @@ class LogReader:
 
     def captured(self, row: Json) -> list[Json]:
         dialect, counting = dialect_of(row["path"])
-        body = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
-        view = view_of(body, dialect) if dialect is not None and not counting else None
-        if view is None:
+        if dialect is None or counting:
             return []
+        body = row["body"]
+        view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
         found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**found, "what": f"status {status}"}]
-        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
-        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        headers = {key.lower(): value for key, value in members(row.get("headers")).items()}
+        side = side_of(view, headers.get(AGENT_ID, ""))
+        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
         case = self.ledger.judge(prompt, self.lost_at)
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
+        settle(case, usage, self.config)
         if estimated := usage.read() is None:
             usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
-        else:
-            settle(case, usage, self.config)
+            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
+        trace = self.editor.apply(view, Report())  # changes the view
+        if trace.record is not None:
+            trace.record.answer = ANY
+        as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.as_sent(view, headers).name == "extended" and changed
-        if changed:
+        cured = changed and as_sent.name == "extended"
+        if cured:
             verdict.advice = verdict.cure = ""
-        if changed and not cured:
-            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.remedy()
+            found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
-        """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        trace = self.editor.apply(view, Report())
-        if trace.record is not None:
-            trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
-        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
-        port = router[1] if router else ""
-        if found:
-            self.slots[port] = found[1] or found[2]
-        slot = port, self.slots.get(port, "?")
-        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
-        name, match = next(hits, ("", None))
-        if match is None:
-            return []
-        if name == "start":
-            return self.end(port)
-        task, done = self.tasks.setdefault(slot, {}), []
-        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
-            done, task = [self.close(slot)], {}
-        elif name == "slot":
-            task.clear()
-        self.tasks[slot] = task
+        found, slot = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = f"port {found[1]} " if found else ""
+        if slot:
+            self.slots[port] = f"slot {slot[1] or slot[2]}"
+        hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
+        kind, match = next(hits, ("", None))
+        if match is None or kind == "start":
+            return self.end(port) if kind else []
+        name, done = port + self.slots.get(port, "slot ?"), list[Json]()
+        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+            done = self.finish(name)  # the next task begins
+        task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
-            if value and (name == "eval" or key not in task):
+            if value and (kind in ("eval", "slot") or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
+        if kind == "counts" or (kind == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(slot)] if name == "eval" else done
+        return [*done, *self.finish(name)] if kind == "eval" else done
 
-    def close(self, slot: tuple[str, str]) -> Json:
-        """The row of a slot's task."""
-        task, port = self.tasks.pop(slot), slot[0]
+    def end(self, port: str = "") -> list[Json]:
+        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
+        names = [name for name in self.tasks if name.startswith(port)]
+        rows = [row for name in names for row in self.finish(name)]
+        self.longest.pop(port, None)
+        return rows
+
+    def finish(self, name: str) -> list[Json]:
+        """The row of a slot's task, if a prompt was seen."""
+        task = self.tasks.pop(name)
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
-        if read is None and tokens is not None and "cached" in task:
+        if tokens is None and read is None:
+            return []
+        if read is None and "cached" in task:
             read = tokens - task["cached"]
-        size, longest = tokens or read or 0, self.longest.get(port, 0)
-        self.longest[port] = max(size, longest)
+        size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
+        self.longest[task["port"]] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         low = sim is None or sim < 0.5
         cause, what = "", "read" if tokens is None or read == tokens else "reused"
@@ -7023,36 +6922,24 @@ class LogReader:
             what = "first prompt of its length"
         elif mostly:
             cause = "low similarity" if low else "not all kept"
-            cause = "no similar slot" if sim is None else cause
+            what = cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            cause = "slot cut"
-        what = cause if cause and cause != "full re-processing" else what
-        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
-        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what}
-
-    def end(self, port: str | None = None) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server at a port was
-        started anew."""
-        ended = [slot for slot in self.tasks if port in (None, slot[0])]
-        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
-        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
-        self.longest.pop(port or "", None)
-        return done
+            what = cause = "slot cut"
+        numbers = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return [{**INSPECT_ROW, **numbers, "name": name, "cause": cause, "what": what}]
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name that the same fault has on every request: the place, and the words before what
-    changes."""
+    """A name for a fault: the place, and the words before what changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     text = verdict.before or verdict.after
     if verdict.before and verdict.after:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
-    label = label if verdict.where != "tools" else ""
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
+    named = place != "tools" and re.search(r"\w", label)
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if named else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -7072,8 +6959,7 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
-        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
-        return 1
+        return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
@@ -7106,15 +6992,14 @@ def command_serve(args: Words, config: Config) -> int:
 
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
-    url = url_of(config.listen_host, config.listen_port)
-    there = urllib.parse.urlsplit(url)
-    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+    url, there = url_of(config.listen_host, config.listen_port), Backend(config)
+    there.url = urllib.parse.urlsplit(url)
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
-    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
-    owner = str(members(next(iter(models), None)).get("owned_by"))
-    if owner in OWNERS:
+    owner = there.describe().get("product")
+    if owner in OWNERS.values():
         line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
-        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+        return f"{owner} has it. Put kvproxy in front of it: {line}"
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
@@ -7126,7 +7011,7 @@ COMMANDS = {
     "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 OPTIONS = {
-    "--json": "demo, bench and inspect print JSON",
+    "--json": "inspect prints JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
@@ -7178,11 +7063,11 @@ def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
     if ":" in word:
         return f"; write BACKEND_URL={word}"
-    name = word.strip("-").replace("-", "_").upper()
     names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
-    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
     names |= {command.upper(): command for command in COMMANDS}
-    found = found or difflib.get_close_matches(name, names, 2)
+    name = word.strip("-").replace("-", "_").upper()
+    parts = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    found = parts or difflib.get_close_matches(name, names, 2)
     told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
@@ -7190,10 +7075,10 @@ def nearest(word: str) -> str:
 def usage_text() -> str:
     """What --help prints."""
     width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    settings = {}
-    for name, default, text in Config.table():
-        settings[name] = text + (f" [{default}]" if default else "")
-    parts = {
+    settings = {
+        n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
+    }
+    parts: dict[str, dict[str, str]] = {
         "commands": {name: text for name, (_, text) in COMMANDS.items()},
         "options": OPTIONS,
         "settings (environment variables, or words: LISTEN_PORT=1235)": settings,

@@ -4192,14 +4192,18 @@ def test_replay_hears_streams(dialect: str) -> None:
     events = [f"data: {json.dumps(event)}\n\n".encode() for event in RP_STREAMS[dialect]]
     whole = b": hello\n\n" + b"".join(events) + b"data: [DONE]\n\n"
     calls = frozenset(["call1"])
-    assert kvproxy.heard_answer(whole, b"") == kvproxy.Heard("Ilook", "Ilook", calls, True)
+    assert kvproxy.heard_answer(kvproxy.answer_events(whole)) == kvproxy.Heard(
+        "Ilook", "Ilook", calls, True
+    )
     for at in range(20, len(whole) - 10, 7):
-        heard = kvproxy.heard_answer(whole[:at], whole[at:])
+        heard = kvproxy.heard_answer(kvproxy.answer_events(whole[:at], whole[at:]))
         assert "Ilook".startswith(heard.opening) and heard.calls <= calls and not heard.complete
-    two = kvproxy.heard_answer(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    two = kvproxy.heard_answer(
+        kvproxy.answer_events(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    )
     assert two.calls == calls
     thinking = events[:3] if dialect == "messages" else events[: 3 if dialect == "responses" else 1]
-    assert kvproxy.heard_answer(b"".join(thinking), b"") is kvproxy.UNREAD
+    assert kvproxy.heard_answer(kvproxy.answer_events(b"".join(thinking))) is kvproxy.UNREAD
 
 
 def test_replay_hears_whole_answers() -> None:
@@ -4214,9 +4218,11 @@ def test_replay_hears_whole_answers() -> None:
         ({"output": [{"type": "message", "content": [{"type": "output_text", "text": "x"}]}]}, "x"),
     ):
         data = json.dumps(answer).encode()
-        assert kvproxy.heard_answer(data, b"") == kvproxy.Heard(heard, heard, frozenset(), True)
+        assert kvproxy.heard_answer(kvproxy.answer_events(data)) == kvproxy.Heard(
+            heard, heard, frozenset(), True
+        )
     for nothing in (b"", b"{", b"[]", b"data: x\n\n", b'{"error": {"message": "no"}}', b"[" * 9999):
-        assert kvproxy.heard_answer(nothing, b"") is kvproxy.UNREAD
+        assert kvproxy.heard_answer(kvproxy.answer_events(nothing)) is kvproxy.UNREAD
 
 
 @pytest.mark.parametrize("answers", [["Hello!", "Hello!"], ["Hello!", {}], [{}, "Hello!"]], ids=str)
@@ -6510,7 +6516,7 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 @pytest.mark.parametrize("name", EX_USAGE)
 def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
-    usage = kvproxy.usage_of(body)
+    usage = kvproxy.usage_of(kvproxy.answer_events(body))
     assert (usage.prompt, usage.cached, usage.prompt_ms) == expected
     assert usage.read() == (
         None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached
@@ -6529,7 +6535,7 @@ def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
 def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: Patch) -> None:
     body, expected = EX_USAGE[name]
     for cut in (1, 3, 5, 50, 64, 100000):
-        usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+        usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
         assert (usage.prompt, usage.cached, usage.prompt_ms) == expected, cut
 
 
@@ -6544,30 +6550,29 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ]
     start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
     body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
-    usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
     assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
     body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
-    assert kvproxy.usage_of(*ex_tapped(body, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows())).cached == 90
     long = json.dumps(
         {"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}
     ).encode()
-    assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows())).cached == 90
     long = json.dumps(
         {"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}
     ).encode()
-    usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows()))
     assert (usage.prompt, usage.cached) == (100, None)
-    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
-    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
-        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
-        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
             "timings": EX_TIMINGS,
         }
     )
-    assert kvproxy.usage_of(*ex_tapped(ex_sse(event), cut).windows()).prompt_ms == 41.5
+    assert (
+        kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(ex_sse(event), cut).windows())).prompt_ms
+        == 41.5
+    )
 
 
 def test_explain_long_stream_takes_little_memory() -> None:
@@ -6635,6 +6640,10 @@ def ex_repeated(*pieces: str) -> Callable[[int], str]:
 EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
 
 
+def ex_read_usage(answer: bytes) -> kvproxy.Usage:
+    return kvproxy.usage_of(kvproxy.answer_events(answer))
+
+
 def ex_logged(text: str) -> None:
     reader = kvproxy.LogReader(Config())
     reader.line(text.encode())
@@ -6685,9 +6694,9 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "log: eval": (ex_logged, ex_repeated("", "prompt eval time = 1 ms / 1 ", "")),
     "log: eval's spaces": (ex_logged, ex_repeated("prompt eval = 1 ms", " ", "")),
     "log: forcing": (ex_logged, ex_repeated("", "forcing full prompt ", "")),
-    "usage: one line": (kvproxy.usage_of, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
-    "usage: brackets": (kvproxy.usage_of, lambda n: b'{"usage":' + b"[{" * (n // 2)),
-    "usage: lines": (kvproxy.usage_of, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
+    "usage: one line": (ex_read_usage, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
+    "usage: brackets": (ex_read_usage, lambda n: b'{"usage":' + b"[{" * (n // 2)),
+    "usage: lines": (ex_read_usage, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
     "change: lines": (
         lambda texts: (kvproxy.alike(*texts), kvproxy.kind_of(*texts, len(texts[0]) // 2)),
         lambda n: tuple("\n".join(str(i % m) for i in range(n // 4)) for m in (97, 101)),
@@ -6738,7 +6747,8 @@ def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
-    return kvproxy.Prompt(view, talk, headers or {}, now)
+    side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
+    return kvproxy.Prompt(view, talk, side, now)
 
 
 def ex_play(
@@ -7194,7 +7204,7 @@ def test_explain_verdict_shows_what_changed() -> None:
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
-        == "changed in tools, tools changed: 'b' -> 'c, b'"
+        == "changed in tools, tools changed: 'a, b' -> 'a, c, b'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
@@ -7712,17 +7722,17 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     "a line": (
         "The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^The hour is .*$",
+        "The hour is .+",
     ),
     "a sentence": (
         "Be kind. The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^Be kind\\. The hour is .*$",
+        "The hour is .+",
     ),
     "a listing": (
         "Files here:\n M src/{word}.py\nNo more files.",
         (" M src/one.py", " M src/two.py"),
-        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+        r"(?s)(?<=Files here:\n).*?(?=\nNo more files\.)",
     ),
 }
 
@@ -7779,7 +7789,7 @@ def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
     """The rest of the prompt goes on, and kvproxy took nothing out."""
     line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
-    assert line == "the client no longer sends the reasoning of turn 2, which it had sent"
+    assert line == "the client sends the reasoning of turn 2 no longer"
 
 
 def test_explain_a_front_that_changed_back() -> None:
@@ -7913,7 +7923,7 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(view, headers) == side
+    assert kvproxy.side_of(view, headers.get(kvproxy.AGENT_ID, "")) == side
 
 
 def test_explain_ledger_memory() -> None:
@@ -8462,7 +8472,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
 
 def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig: MakeRig) -> None:
     """Played twice with the same words and answers, and another clock: history goes in the client's
-    form from where the two would differ, and it is told why."""
+    form from where the two would differ."""
     one = rig(ex_llama(ex_template))
     for run in range(2):
         turns: list[str] = []
@@ -8473,7 +8483,7 @@ def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig:
             turns = [f"Question number {turn}, please.", "ok"]
     verdict = one.finished(4)[-1].verdict
     assert verdict.name == "rewritten" and verdict.where.startswith("turn"), verdict
-    assert "by kvproxy itself, since" in verdict.line() and not verdict.cure
+    assert "by kvproxy itself;" in verdict.line() and not verdict.cure
 
 
 def test_explain_side_request_by_header(rig: MakeRig) -> None:
@@ -14694,7 +14704,7 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     assert listed == [found["cause"] for found in findings]
 
 
-def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
+def test_commands_inspect_names_what_cures_all() -> None:
     """kvproxy lifts a line once it has varied; with the setting, from the first request on."""
     talk = [
         ex_talk(n + 1, f"{EX_RULES}\nHour: 2026-11-29 09:1{n}\n{EX_LONG}")[-1] for n in range(3)
@@ -14702,7 +14712,7 @@ def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
     _, findings = ex_rows_of(ex_captured(*talk))
     assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
     cure = "LIFT_REGEX='^Hour: .*$'"
-    assert findings[0]["advice"] == f"kvproxy cures 1 of them, and all with {cure}"
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them. {cure}"
     pattern = cure.partition("=")[2].strip("'")
     reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
     rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
@@ -15392,15 +15402,12 @@ def test_commands_name_the_next_step(url: str, port: int, told: str) -> None:
     assert f"http://127.0.0.1:{used}/v1 " in text and f"http://127.0.0.1:{used}/kvproxy" in text
 
 
-def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
-    """It asks no name server, which can take long on a machine without a network."""
+def test_commands_demo_asks_no_name_server(capsys: Capsys, monkeypatch: Patch) -> None:
+    """That can take long on a machine without a network."""
     monkeypatch.setattr(socket, "getfqdn", None)
-    assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is True and told["ratio"] > 5
-    for rows in (told["straight"], told["through"]):
-        assert [row["turn"] for row in rows] == [1, 2, 3]
-        assert all(row["prompt"] == row["read"] + row["reused"] and row["ms"] > 0 for row in rows)
+    assert kvproxy.main(["demo", "--tokens", "900", "--turns", "3"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[0] for row in rows] == ["1", "2", "3"] * 2
 
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
@@ -15425,17 +15432,14 @@ class PrefixCache:
             return usage_answer(link, seen)
         prompt = "\n".join(f"{m['role']}: {m['content']}" for m in seen.json()["messages"])
         cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
-        link.stream()
-        link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
         timings = {
             "cache_n": cached,
             "prompt_n": len(prompt) - cached,
             "prompt_ms": (len(prompt) - cached) / 10,
         }
-        end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        link.event({**end, "timings": timings} if self.numbers else end)
-        link.event(b"[DONE]")
-        link.finish()
+        message = {"role": "assistant", "content": "Noted."}
+        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        link.reply({**answer, "timings": timings} if self.numbers else answer)
 
 
 @pytest.fixture
@@ -15468,7 +15472,7 @@ def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsy
 
 def test_commands_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
-    assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
+    assert kvproxy.main(["bench", "--tokens", "100", "--turns", "1"]) == 0
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
     assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
 
@@ -15485,15 +15489,6 @@ def test_commands_bench_heads_are_never_the_same(bench_server: FakeServer, capsy
     rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
     cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
     assert max(prompt - read for prompt, read in cells) < 60
-
-
-def test_commands_bench_json(bench_server: FakeServer, capsys: Capsys) -> None:
-    assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is False and told["ratio"] > 3
-    assert [len(told[key]) for key in ("straight", "through")] == [2, 2]
-    assert told["through"][1]["reused"] > 0.9 * told["through"][1]["prompt"]
-    assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
 
 
 def test_commands_bench_against_a_server_without_numbers(
@@ -15975,17 +15970,16 @@ def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Ca
     """Ids in the system prompt: everything is read again on every turn without the proxy, next to
     nothing with it."""
     monkeypatch.setenv("BACKEND_URL", llama.url)
-    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    runs = [
-        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
-    ]
-    show("bench", *runs)
-    assert 1500 < told["straight"][0]["prompt"] < 3000
-    for row in told["straight"][1:]:
-        assert row["reused"] <= 0.05 * row["prompt"]
-    for before, row in itertools.pairwise(told["through"]):
-        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
+    assert kvproxy.main(["bench", "--tokens", "1700", "--turns", "4"]) == 0
+    cells = [[cell.replace(",", "") for cell in row] for row in table_rows(capsys.readouterr().out)]
+    rows = [(int(prompt), int(read)) for _, prompt, read, _ in cells]
+    straight, through = rows[:4], rows[4:]
+    show("bench", straight, through)
+    assert 1500 < straight[0][0] < 3000
+    for prompt, read in straight[1:]:
+        assert prompt - read <= 0.05 * prompt
+    for (before, _), (prompt, read) in itertools.pairwise(through):
+        assert read <= prompt - before + 4, "more than what is new"
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
