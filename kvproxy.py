@@ -997,7 +997,6 @@ class Lift(NamedTuple):
     second one is an example, or a text about the first."""
 
     label: str  # a short name that stays the same: who writes it, and what it is
-    marker: str  # must be in the text before anything is looked for
     find: Callable[[str], Iterable[Piece]]
     fenced: bool = False  # counts inside of fences, too
 
@@ -1032,10 +1031,10 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
         while (at := text.find(marker, at)) >= 0:
             match = compiled.match(text, text.rfind("\n", 0, at) + 1)
             if match:
-                yield ([match.span()], match.group().strip())
+                yield [match.span()], match[0].strip()
             at = match.end() if match else text.find("\n", at) + 1 or len(text)
 
-    return Lift(label, marker, find)
+    return Lift(label, find)
 
 
 def inbound_member(name: str) -> Lift:
@@ -1044,44 +1043,30 @@ def inbound_member(name: str) -> Lift:
 
     def find(text: str) -> Iterator[Piece]:
         for span in inbound_members(text, pattern):
-            yield ([span], text[slice(*span)].strip(" \t\r\n,"))
+            yield [span], text[slice(*span)].strip(" \t\r\n,")
 
-    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
+    return Lift(f"OpenClaw: {name}", find, fenced=True)
 
 
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
-GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand between them
-    "title": r"gitStatus: [^\n]*",
-    "branch": r"(?:- )?Current branch: [^\n]*",
-    "short branch": r"- Branch: [^\n]*",
-    "main": r"(?:- )?Main branch [^\n]*",
-    "user": r"Git user: [^\n]*",
-    "status": rf"(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*",
-    "commits": r"(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+",
-}
+_GIT = (  # parts of a snapshot of git
+    r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
+    rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
+    r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
+)
+GIT_SNAPSHOT = re.compile(rf"^{_GIT}(?:\n+{_GIT})*\n?", re.MULTILINE)
 
 
-def git_snapshot(label: str, marker: str, first: str, needed: str, **other: str) -> Lift:
-    """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
-    `other` are parts that this client writes in another way."""
-    parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
-    begins = "|".join(parts[name].pattern for name in first.split(", "))
-    begin = re.compile(rf"^(?={begins})", re.MULTILINE)
+def git_snapshot(label: str, *needed: str) -> Lift:
+    """A row for a snapshot of git that has the parts that are needed."""
 
     def find(text: str) -> Iterator[Piece]:
-        end = 0
-        while opening := begin.search(text, end):
-            start = at = opening.start()
-            left = dict(parts)
-            while part := next(filter(None, (left[name].match(text, at) for name in left)), None):
-                left = {name: one for name, one in left.items() if one is not part.re}
-                end = at = part.end()
-                while text.startswith("\n", at):
-                    at += 1
-            if left.keys().isdisjoint(needed.split(", ")):
-                yield ([(start, end + text.startswith("\n", end))], text[start:end].strip())
+        if all(part in text for part in needed):
+            for match in GIT_SNAPSHOT.finditer(text):
+                if all(part in match[0] for part in needed):
+                    yield [match.span()], match[0].strip()
 
-    return Lift(label, marker, find)
+    return Lift(label, find)
 
 
 LIFTS = (
@@ -1092,8 +1077,8 @@ LIFTS = (
           r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+"),
     inbound_member("sender_id"),
     inbound_member("flags"),
-    git_snapshot("Claude Code: git status", "gitStatus", "title", "title",
-                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
+    lines("Claude Code: git status", "gitStatus: ",
+          rf"gitStatus: [^\n]*(?:\n+(?:Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*|{_GIT}))*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
           rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
@@ -1102,9 +1087,8 @@ LIFTS = (
           r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*"),
     lines("Continue: git status", "gitStatus",
           r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>'),
-    git_snapshot("Vibe, hermes: git status", "Recent commits:",
-                 "branch, short branch, main, status, commits", "commits"),
-    git_snapshot("Crush: git status", "Current branch: ", "branch", "branch, status"),
+    git_snapshot("Vibe, hermes: git status", "Recent commits:"),
+    git_snapshot("Crush: git status", "Current branch: ", "tatus:"),
     lines("hermes: Conversation started", "Conversation started: ",
           rf"Conversation started: {_MOMENT}"),
     lines("OpenHands: current time", "<CURRENT_DATETIME>",
@@ -1128,23 +1112,23 @@ def own_lift(pattern: str) -> Lift:
         spans: list[Span] = []
         done = 0  # all up to here is in `spans`, or not touched
         for match in compiled.finditer(text):
-            if match.group() and match.end() > done:
+            if match[0] and match.end() > done:
                 start = text.rfind("\n", done, max(done, match.start())) + 1 or done
                 done = text.find("\n", match.end() - 1) + 1 or len(text)
                 spans.append((start, done))
         if found := "".join(text[start:end] for start, end in spans).strip():
-            yield (spans, found)
+            yield spans, found
 
-    return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
+    return Lift(f"LIFT_REGEX: {pattern}", find, fenced=True)
 
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
 
 
-def fences(text: str) -> list[Span]:
-    """The insides of a text's fenced blocks. One that is never closed is none: most likely its
-    opening is the end of one that held another."""
-    found: list[Span] = []
+def fences(text: str) -> list[tuple[int, int, int]]:
+    """Where a text's fenced blocks begin and end, and how many characters each holds. One that is
+    never closed is none: most likely its opening is the end of one that held another."""
+    found: list[tuple[int, int, int]] = []
     opening: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
         mark, more = fence.groups()
@@ -1152,26 +1136,22 @@ def fences(text: str) -> list[Span]:
             if "`" not in more:  # else it is code inside of a line
                 opening = fence
         elif mark.startswith(opening[1]) and not more.strip():
-            found.append((opening.end(), fence.start()))
+            start, end = opening.end(), fence.start()
+            found.append((start, end, len(text[start:end].strip())))
             opening = None
     return found
 
 
 def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Those pieces that do not stand in a fence together with other text."""
-    inside: list[Span] | None = None
-    tried = -1  # the newest fence that was looked at: no second piece of it can fill it
-    for piece in pieces:
+    inside: list[tuple[int, int, int]] | None = None
+    for spans, said in pieces:
         if inside is None:
             inside = fences(text)
-        start = piece[0][0][0]
-        at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
-        if at == len(inside) or inside[at][0] > start:
-            yield piece
-        elif at > tried:
-            tried = at
-            if text[slice(*inside[at])].strip() == piece[1]:
-                yield piece
+        at = bisect.bisect_right(inside, spans[0][0], key=lambda fence: fence[1])
+        start, _, size = inside[at] if at < len(inside) else (len(text), 0, 0)
+        if spans[0][0] < start or len(said) == size:
+            yield spans, said
 
 
 Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
@@ -1180,11 +1160,8 @@ Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the la
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
-    present = {marker: marker in text for marker in {row.marker for row in rows}}
     for row in rows:
-        pieces = row.find(text) if present[row.marker] else ()
-        if not row.fenced:
-            pieces = counting(text, pieces)
+        pieces = row.find(text) if row.fenced else counting(text, row.find(text))
         some = list(itertools.islice(pieces, 2))
         if len(some) == 1:
             spans, said = some[0]
@@ -1236,8 +1213,7 @@ class Shape(NamedTuple):
         return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
 
     def row(self) -> Lift:
-        marker = max(self.form.split("#"), key=len) if self.form else self.after
-        return Lift(self.name(), marker, self.said if self.form else self.block)
+        return Lift(self.name(), self.said if self.form else self.block)
 
     def said(self, text: str) -> Iterator[Piece]:
         """The lines of this form, or the sentences at the beginning or the end of a line."""
