@@ -1172,7 +1172,7 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
 
 # --- what was seen to vary ------------------------------------------------------------------------
 
-ATOM = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # a sentence of a line, or what is left of the line
+SENTENCE = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # of a line, or what is left of the line
 SURE = re.compile(  # values that vary by themselves
     rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
     r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
@@ -1193,18 +1193,16 @@ LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compa
 
 class Shape(NamedTuple):
     """Something in system prompts that was seen to vary: a sentence or line of this form (values
-    are `#`), or else whatever stands between two texts that stay."""
+    are `#`), or else whatever stands between two lines that stay."""
 
     form: str = ""
     after: str = ""
     before: str = ""
 
     def name(self) -> str:
-        return (
-            f"{LEARNED}{self.form.strip()}"
-            if self.form
-            else f"{BLOCK}between {self.after!r} and {self.before!r}"
-        )
+        if self.form:
+            return f"{LEARNED}{self.form.strip()}"
+        return f"{BLOCK}between {self.after!r} and {self.before!r}"
 
     def pattern(self) -> str:
         """A LIFT_REGEX for it."""
@@ -1216,48 +1214,35 @@ class Shape(NamedTuple):
         return Lift(self.name(), self.said if self.form else self.block)
 
     def said(self, text: str) -> Iterator[Piece]:
-        """The lines of this form, or the sentences at the beginning or the end of a line."""
+        """The lines and sentences of this form."""
         marker, at = max(self.form.split("#"), key=len), 0
         for _ in range(8):
             if (at := text.find(marker, at)) < 0:
                 return
-            start = text.rfind("\n", 0, at) + 1
-            end = text.find("\n", at) + 1 or len(text)
-            line = text[start:end].rstrip("\n")
-            first = ATOM.match(line)
-            last = max(line.rfind(f"{mark} ") for mark in ".!?") + 1
-            if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
-                yield [(start, end)], line.strip()
-            elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
-                yield [(start, start + first.end() + 1)], first[0]
-            elif form_of(line[last:][:LEARNED_BLOCK]) == self.form:
-                yield [(start + last, start + len(line))], line[last:].strip()
-            at = end
+            start, at = text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1 or len(text)
+            line = text[start:at].rstrip("\n")
+            if len(line) > LEARNED_BLOCK:
+                continue
+            if form_of(line) == self.form:
+                yield [(start, at)], line.strip()
+                continue
+            for one in SENTENCE.finditer(line):
+                if form_of(one[0]) == self.form:
+                    space = one.start() == 0  # the others begin with theirs
+                    yield [(start + one.start(), start + one.end() + space)], one[0].strip()
 
     def block(self, text: str) -> Iterator[Piece]:
-        """The lines between the two, which have to stand there once; it is told behind the line in
-        front of it."""
-        start = line_end(text, self.after)
-        if start < 0 or line_end(text, self.after, start) >= 0:
+        """The lines between the two, if those stand there once; told behind the one in front."""
+        padded = f"\n{text}\n"  # so that each line has a newline at both ends
+        if padded.count(f"\n{self.after}\n") != 1:
             return
-        end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
+        start = padded.index(f"\n{self.after}\n") + len(self.after) + 1
+        end = padded.find(f"\n{self.before}\n", start) if self.before else len(text)
         block = text[start:end].strip("\n")
-        if end < start or not block.strip() or end - start > LEARNED_BLOCK:
+        if end < 0 or not block.strip() or end - start > LEARNED_BLOCK:
             return
-        start += text.startswith("\n", start)
         heading = self.after.strip() if len(self.after) <= 120 else ""
         yield [(start, end)], f"{heading}\n{block}".strip("\n")
-
-
-def line_end(text: str, line: str, start: int = 0) -> int:
-    """Where a line of a text ends, without its newline; -1 if there is no such line."""
-    at = start
-    while (at := text.find(line, at)) >= 0:
-        end = at + len(line)
-        if text[max(0, at - 1) : at] in ("", "\n") and text[end : end + 1] in ("", "\n"):
-            return end
-        at = end
-    return -1
 
 
 def lines_of(text: str) -> list[str]:
@@ -1276,13 +1261,12 @@ def form_of(text: str) -> str:
 
 
 def changed_form(old: str, new: str) -> str:
-    """The form of the one sentence in which two lines of one form differ, if it is the first or the
-    last; else of the line."""
-    others, atoms = ATOM.findall(old), ATOM.findall(new)
-    pairs = enumerate(zip(others, atoms, strict=False))
-    differ = [at for at, (other, atom) in pairs if other != atom]
-    if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
-        return form_of(atoms[differ[0]])
+    """The form of the one sentence in which two lines of one form differ, else of the line."""
+    before, after = SENTENCE.findall(old), SENTENCE.findall(new)
+    if len(before) == len(after):
+        differ = [new for old, new in zip(before, after, strict=True) if old != new]
+        if len(differ) == 1:
+            return form_of(differ[0])
     return form_of(new)
 
 
@@ -1294,25 +1278,18 @@ class Change(NamedTuple):
     gone: list[str]
     new: list[str]
 
-    def size(self) -> int:
-        """What it counts for: in characters, but many small changes are as much as a large one."""
-        return 500 + sum(map(len, self.gone)) + sum(map(len, self.new))
-
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
     """What differs between two texts, given as lines. Linear in their number."""
-    counts = collections.Counter(old)
-    places = {line: at for at, line in enumerate(old) if counts[line] == 1}
-    counts = collections.Counter(new)
-    stays = [(line, at) for at, line in enumerate(new) if counts[line] == 1 and line in places]
-    after, left, right = "", -1, -1  # the last one that stays, and its places in both
-    for line, at in [*stays, ("", len(new))]:
-        place = places.get(line, len(old))
-        if place <= left:
-            continue  # moved
-        if old[left + 1 : place] != new[right + 1 : at]:
-            yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
-        after, left, right = line, place, at
+    counts, others = collections.Counter(new), collections.Counter(old)
+    places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
+    after, left, right = "", -1, -1  # the last line that stays, and its places in both
+    for at, line in enumerate([*new, ""]):
+        place = places.get(line, -1) if at < len(new) else len(old)
+        if place > left:  # else it is new, or has moved
+            if old[left + 1 : place] != new[right + 1 : at]:
+                yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
+            after, left, right = line, place, at
 
 
 class Learner:
@@ -1349,52 +1326,49 @@ class Learner:
         varies; whether something was learned."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
             return False
-        mine = lines_of(rest)
-        apart = set(mine)
-        others = list(self.texts.values())
-        closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
-        apart.difference_update(closest)
-        alike = 2 * len(apart) <= len(mine)
+        mine, others = lines_of(rest), list(self.texts.values())
+        own = set(mine)
+        closest = max(others, key=lambda lines: len(own.intersection(lines)), default=[])
+        alike = 2 * len(own.difference(closest)) <= len(mine)
         if not alike and len(rest) <= LEARNED_BLOCK:
             alike = list(map(form_of, mine)) == list(map(form_of, closest))
-        found: list[Shape] = []
         differing = list(changes(closest, mine)) if closest and alike else []
-        if sum(change.size() for change in differing) <= 4 * LEARNED_BLOCK:
-            for change in differing:
-                shapes = self.judge(change, mine)
-                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
-        known = list(self.texts)
+        found: list[Shape] = []
+        # Many small changes are as much as a large one.
+        if sum([500 + sum(map(len, one.gone + one.new)) for one in differing]) <= 4 * LEARNED_BLOCK:
+            shapes = [shape for change in differing for shape in self.judge(change, mine)]
+            found = [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        known = [*self.texts, rest]
         if found:
             self.add(found)
             more = [shape.row() for shape in found if shape in self.shapes]
-            known = [lift_text(old, more)[0] for old in known]  # it differs no more
-            rest = lift_text(rest, more)[0]
-        kept = [*known, rest][-16:]
-        self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
+            known = [lift_text(text, more)[0] for text in known]  # they differ no more
+        self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
         return bool(found)
 
     def judge(self, change: Change, lines: list[str]) -> list[Shape]:
         """What of a change varies, as far as one can know by now: values that vary by themselves,
         and listings, at once; numbers, and blocks of any kind, when they had three values."""
+        pairs: list[tuple[str, str]] = []
         if len(change.gone) == len(change.new):
             pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
-            if all(form_of(old) == form_of(new) for old, new in pairs):
-                sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
-                forms = [changed_form(old, new) for old, new in pairs]
-                if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
-                    named = zip(forms, pairs, strict=True)
-                    return [Shape(form) for form, pair in named if sure or self.varies(form, *pair)]
-                place = self.borders(change, lines)
-                return [place] if place and (sure or self.varies(place, *pairs[0])) else []
+        if pairs and all(form_of(old) == form_of(new) for old, new in pairs):
+            sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
+            shapes = [Shape(changed_form(old, new)) for old, new in pairs]
+            if all(re.search(r"[^\W\d_]{3}", shape.form) for shape in shapes):
+                named = zip(shapes, pairs, strict=True)
+                return [shape for shape, pair in named if sure or self.varies(shape, *pair)]
+        else:
+            sure = any(map(LISTED.match, change.gone + change.new))
         place = self.borders(change, lines)
-        sure = any(map(LISTED.match, [*change.gone, *change.new]))
-        varies = place and self.varies(place, tuple(change.gone), tuple(change.new))
-        return [place] if place and (sure or varies) else []
+        if place and (sure or self.varies(place, tuple(change.gone), tuple(change.new))):
+            return [place]
+        return []
 
-    def varies(self, key: Any, old: Any, new: Any) -> bool:
+    def varies(self, shape: Shape, old: Any, new: Any) -> bool:
         """Whether something had three values by now: two may be two modes of a client."""
-        values = self.seen.get(key, frozenset()) | {hash(old), hash(new)}
-        remember(self.seen, key, values)
+        values = self.seen.get(shape, frozenset()) | {hash(old), hash(new)}
+        remember(self.seen, shape, values)
         return len(values) > 2
 
     def borders(self, change: Change, lines: list[str]) -> Shape | None:
@@ -1420,17 +1394,17 @@ class Lifter:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
         self.learns = config.lift and config.learn
-        self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
+        self.known: dict[Any, tuple[str, list[Lifted]]] = {}
         self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see cut_all()
 
     def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
-        known = self.known.get((text, id(rows)))
-        if known is None or known[0] is not rows:
-            known = rows, lift_text(text, rows)
+        known = self.known.get((text, rows))
+        if known is None:
+            known = lift_text(text, rows)
             if len(text) <= 1 << 17:
-                remember(self.known, (text, id(rows)), known, 16)
-        return known[1]
+                remember(self.known, (text, rows), known, 16)
+        return known
 
     def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
         """The system texts of a conversation, each cut. While its old rows lead to the prompt that
