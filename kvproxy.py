@@ -1501,65 +1501,38 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 # time. It counts as a part of the text everywhere but where a client takes it out of its history,
 # or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
-TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
-END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
-LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
-TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
-JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
-LABELLED = re.compile(r"(?:[A-Z][\w .,&/()-]{1,40}: [^\n]{1,200}(?:\n|\Z)){1,20}(?=\n|\Z)")
-ANY_TIME = re.compile(_CLOCK)
+_LABEL = r"\[[^\[\]\n]{2,200}\]"
+_TIME_LABEL = rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\]"
+_NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
+_TIMED_LINES = (
+    rf"{_NAMED}(?=[^\n]{{0,120}}?(?:{_CLOCK}))[^\n]{{1,200}}(?:\n{_NAMED}[^\n]{{1,200}}){{0,19}}"
+)
+PROGRAMS = (  # how a block begins, and how it ends
+    (r"<(?P<tag>[A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>", "</(?P=tag)>"),
+    (r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])", r"\n```"),
+    (r"\[(?P<label>[\w -]{2,60})(?:[^\w\[\]\n -][^\[\]\n]{0,200})?\]\n", r"\n\[/(?P=label)\]"),
+)
+PROGRAM_LEAD = re.compile("|".join((
+    *(rf"{opening}(?s:.{{0,{PROGRAM_BLOCK}}}?){closing}" for opening, closing in PROGRAMS),
+    rf"{_TIMED_LINES}(?=\n\n|\Z)",
+    rf"{_TIME_LABEL}(?=[ \n]|\Z)",
+    r"\[[^\[\]\n]{1,100}: [^\[\]\n]{1,100}\](?=\n|\Z)",
+    rf"{_LABEL}\n(?s:.{{0,{PROGRAM_BLOCK}}}?)(?=\n\n)",
+)))  # fmt: skip
+PROGRAM_TAIL = re.compile("|".join((
+    *(rf"{opening}(?s:.*){closing}\Z" for opening, closing in PROGRAMS),
+    rf"{_LABEL}\n\{{(?s:.*)\}}\Z",
+    rf"{_TIME_LABEL}\Z",
+    rf"(?<=\n\n)(?:{_TIMED_LINES}|{_LABEL}(?:\n[^\n]+)*)\Z",
+)))  # fmt: skip
+TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)|(?<=\n)\n(?=[A-Z])")
 
 
-def program_lead(text: str, at: int) -> int:
-    """Where a block that a program may have written at text[at] ends; `at` if there is none."""
-    room = at + PROGRAM_BLOCK
-    if tag := TAG.match(text, at):
-        end = text.find(f"</{tag[1]}>", tag.end(), room) + len(tag[1]) + 3
-        return end if end > tag.end() and text[end : end + 1] in ("", " ", "\n") else at
-    if label := JSON_LABEL.match(text, at):
-        end = text.find("\n```", label.end(), room)
-        return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
-    if (lines := LABELLED.match(text, at)) and ANY_TIME.search(lines[0]):
-        return lines.end()
-    label = LABEL.match(text, at)
-    if label:
-        end = text.find("\n[/", label.end(), room)
-        close = text.find("]", end, room) if end >= 0 else -1
-        if close >= 0 and label[1].startswith(text[end + 3 : close]):
-            return close + 1
-    if time := TIME_LABEL.match(text, at):
-        return time.end()
-    if label and ": " not in label[1]:
-        return max(at, text.find("\n\n", label.end(), room))
-    return label.end() if label else at
-
-
-def program_tail(text: str, start: int, end: int) -> int:
-    """Where a block that a program may have written at the end of text[start:end] begins; `end` if
-    there is none."""
-    room = max(start, end - PROGRAM_BLOCK)
-    at = -1
-    if tag := END_TAG.search(text, max(start, end - 70), end):
-        at = text.rfind(f"\n<{tag[1]}", room, tag.start())
-    elif text.endswith("}", start, end):
-        at = text.rfind("\n[", room, end)
-        label = LABEL.match(text, at + 1)
-        at = at if label and text.startswith("\n{", label.end()) else -1
-    elif text.endswith("\n```", start, end):
-        at = text.rfind(":\n```json\n", room, end)
-        at = text.rfind("\n", room, at) if at >= 0 else -1
-    elif text.endswith("]", start, end):
-        at = text.rfind("\n[", room, end)
-        if text.startswith("\n[/", at):
-            at = text.rfind("\n[" + text[at + 3 : end - 1], room, at)
-        elif not TIME_LABEL.match(text, at + 1, end):
-            at = -1
-    if at < 0:
-        at = text.rfind("\n\n", room, end)
-        lines = LABELLED.fullmatch(text, at + 2, end)
-        timed = lines is not None and ANY_TIME.search(lines[0])
-        at = at + 1 if at >= 0 and (timed or LABEL.match(text, at + 2, end)) else -1
-    return at + 1 if at >= start else end
+def program_tail(text: str) -> re.Match[str] | None:
+    """The block at the end of a text that a program may have written."""
+    starts = [one.end() for one in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
+    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-16:]))
+    return next(filter(None, blocks), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
@@ -1567,20 +1540,14 @@ def strip_programs(text: str) -> tuple[list[Decoration], str]:
     program, or tagged where a message of nothing else is most likely no person's."""
     found: list[Decoration] = []
     while True:
-        start = len(text) - len(text.lstrip())
-        end = program_lead(text, start)
-        block, rest = text[start:end], text[end:]
-        if end == start:
-            end = text_end(text, start, len(text))
-            at = program_tail(text, start, end)
-            block, rest = text[at:end], text[:at]
-        if not block:
+        words = text.strip()
+        block = PROGRAM_LEAD.match(words) or program_tail(words)
+        if block is None:
             return found, text
         check_limit("decorations of a text", len(found))
-        tag = TAG.match(block)
-        named = tag is not None and not tag[1].isalnum()
-        found.append(("tagged" if named else "program", block.strip()))
-        more, text = undress(rest)
+        named = block["tag"] is not None and not block["tag"].isalnum()
+        found.append(("tagged" if named else "program", block[0].strip()))
+        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
         found += more
 
 
