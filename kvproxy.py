@@ -1465,8 +1465,8 @@ MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw 
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
 UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
-PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
-ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
+REWRITTEN = "first "  # begins the labels of those
+PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 MOST_COMPARED = 256  # records that are held against a request
@@ -1576,7 +1576,6 @@ class Said(NamedTuple):
     speaks: bool = False  # somebody's words, before which lifted text can be set down
     opening: bytes = b""  # digest of the words, the same in every process
     calls: tuple[Call, ...] = ()
-    size: int = 0  # characters of a user turn
 
 
 SILENT = Said(0, 0)
@@ -1637,24 +1636,29 @@ class Unit:
     def speaks(self) -> bool:
         return any(one.speaks for one in self.said)
 
-    def has_results(self) -> bool:
-        """Whether it answers calls of tools."""
-        return self.role != "assistant" and bool(self.calls)
-
     def by_user(self) -> bool:
         """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
         item = self.turns[0].item if self.turns else None
         return self.role == "user" or (item is not None and item.get("role") == "user")
 
 
-class FirstBlock(NamedTuple):
-    """A decoration of a conversation's first message, which clients rewrite there: its text as the
-    client has it `now`, and as it was `sent` there. What differs is set down elsewhere."""
+class History:
+    """The units of a request, and the places in it that the rules speak of; 0: there is none."""
 
-    label: str
-    kind: str
-    now: str
-    sent: str
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        self.first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        self.last = 0  # answer
+        self.target = 0  # the newest user turn in which somebody speaks
+        self.newest = 0  # the answer that precedes it: what is behind that is new
+        for at in range(len(units) - 1, 0, -1):
+            if units[at].role == "assistant":
+                self.last = self.last or at
+                if self.target:
+                    self.newest = at
+                    break
+            elif not self.target and units[at].speaks():
+                self.target = at
 
 
 class Stored(NamedTuple):
@@ -1670,9 +1674,7 @@ class Stored(NamedTuple):
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
-    private: bool = False  # what was sent has more in it than what came
-    size: int = 0  # characters of a user turn
-    first: tuple[FirstBlock, ...] = ()  # of the first message
+    private: bool = False  # what was sent says more than what came, and than the time
 
     def form(self) -> object:
         """What is restored, so that two records can be compared."""
@@ -1697,12 +1699,11 @@ ANY = Heard("*")  # a capture holds no answers: what the client says next was th
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "relayed", "tap", "units")
+    __slots__ = ("answer", "conversation", "kept", "newest", "relayed", "tap", "units")
 
-    def __init__(self, conversation: str, newest: int, prefill: str) -> None:
+    def __init__(self, conversation: str, newest: int) -> None:
         self.conversation = conversation
         self.newest = newest  # place of the answer before the newest user turn
-        self.prefill = prefill  # letters with which the client began the answer itself
         self.units: list[Stored] = []
         self.kept: list[int] = []  # places of those whose turns are kept
         self.answer: Heard | None = None  # none yet, or an error
@@ -1720,15 +1721,13 @@ class Record:
         return self.relayed[1]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Line:
-    """A line of requests: its last one, and the places that lead to it."""
+    """A line of requests: its last one, the places that lead to it, and the bytes it takes."""
 
-    __slots__ = ("places", "record", "size")
-
-    def __init__(self) -> None:
-        self.record: Record | None = None
-        self.places: list[int] = []
-        self.size = 0
+    record: Record | None = None
+    places: list[int] = dataclasses.field(default_factory=list)
+    size: int = 0
 
 
 class Lines:
@@ -1817,9 +1816,8 @@ class Replay:
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
         """Whether a system message behind the first user text was seen to stay in a history before
         this conversation began. A running conversation keeps what was decided when it began."""
-        text = turn.text()
         first = next((one for one in view.turns if one.role == "user"), turn)
-        seen = hash((client, view.dialect.name, text))
+        seen = hash((client, view.dialect.name, turn.text()))
         begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
         if begun not in self.roles:
             remember(self.roles, begun, seen in self.roles)
@@ -1838,11 +1836,12 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return SILENT
+        calls = calls_of(turn)
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
             said = hash((turn.role, plain_text, *beside))
-            return Said(said, said, calls=calls_of(turn))
+            return Said(said, said, calls=calls)
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
@@ -1851,22 +1850,16 @@ class Replay:
             carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
             if not carrier:  # a person may have typed it
                 text, blocks = plain_text, []
-        return Said(
-            words=hash(("user", text, *sorted(beside))) if text or beside else 0,
-            whole=hash(("user", plain_text, *beside)),
-            blocks=tuple(blocks),
-            carrier=carrier,
-            speaks=bool(text) or more,
-            opening=digest(*[block for kind, block in blocks if kind in UNNAMED], text),
-            calls=calls_of(turn),
-            size=len(plain_text),
-        )
+        words = hash(("user", text, *sorted(beside))) if text or beside else 0
+        whole = hash(("user", plain_text, *beside))
+        opening = digest(*[block for kind, block in blocks if kind in UNNAMED], text)
+        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, opening, calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
         """undress() that knows the user's own decorations as well, and finds those of programs."""
         blocks, words = undress(text)
         for pattern in self.patterns:
-            found = [match.group().strip() for match in pattern.finditer(words)]
+            found = [match[0].strip() for match in pattern.finditer(words)]
             if any(found):
                 more, words = undress(pattern.sub("", words).strip())
                 blocks = [*blocks, *[("yours", one) for one in found if one], *more]
@@ -1899,6 +1892,15 @@ class Replay:
             unit.sum_up()
         return units
 
+    # --- names of conversations -------------------------------------------------------------------
+
+    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
+        """A name for what a conversation's requests have in common: system prompt and the first
+        user's words. It is the same in every process."""
+        units = units or self.units(view)
+        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
+
     def name(self, view: View, whose: int, units: list[Unit]) -> str:
         """The conversation() of a request; one whose beginning was rewritten is known by the first
         answer that it has."""
@@ -1913,13 +1915,6 @@ class Replay:
         if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
             key = hash((trace.whose, answer.opening, answer.calls))
             remember(self.names, key, trace.conversation)
-
-    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A name for what a conversation's requests have in common: system prompt and the first
-        user's words. It is the same in every process."""
-        units = units or self.units(view)
-        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -1938,14 +1933,11 @@ class Replay:
         requests that only count tokens.
         """
         units = self.units(view)
-        place = hash((client, view.dialect.name, *[turn.text() for turn in view.system()]))
-        places = []
-        for unit in units:
-            place = hash((place, unit.words))
-            places.append(place)
-        match = self.find(units, places)
-        while 0 < match.depth < len(units) and units[match.depth].has_results():
-            match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        history = History(units)
+        whose = hash((client, view.dialect.name))
+        place = hash((whose, *[turn.text() for turn in view.system()]))
+        places = [place := hash((place, unit.words)) for unit in units]
+        match = self.find(history, places)
         kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
@@ -1955,11 +1947,10 @@ class Replay:
                 if learn:
                     self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
-        whose = hash((client, view.dialect.name))
         name = match.record.conversation if match.record else self.name(view, whose, units)
         trace = Trace(name, whose=whose)
         self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
-        depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
+        depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None  # it goes as it came
         for unit in units[:depth]:
@@ -1968,23 +1959,23 @@ class Replay:
                 report.replayed += restore(unit, known)
         report.lifted += len(lifted)
         if pending:
-            set_down(view, units, depth, pending)
-        self.drop_moved(units, report)
+            insert_lifted(view, history, depth, pending)
+        self.drop_moved(history, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
             view.turns += unit.turns
             if unit.carriers:
                 view.turns += unit.carriers
         if learn:
-            self.learn(trace, units, places, match)
+            self.learn(trace, history, places, match)
         return trace
 
-    def find(self, units: list[Unit], places: list[int]) -> Match:
+    def find(self, history: History, places: list[int]) -> Match:
         """The record that a request goes on from: the one that agrees the furthest.
 
         Where several agree and would send different text, nothing is restored from there on.
         """
-        now = Now.of(units)
+        units = history.units
         best = (0, 0)
         found: list[tuple[tuple[int, int], Line, Record]] = []
         edited: list[tuple[int, Line]] = []
@@ -1996,40 +1987,43 @@ class Replay:
             for line in self.lines.at(places[at - 1]):
                 record = line.record
                 if record is not None and len(found) < MOST_COMPARED:
-                    reach = reach_of(units, record, at, now)
+                    evidence = agreement(record, units[at], at)
+                    depth = reach_of(history, record, at, evidence)
+                    reach = (depth, evidence if depth == at else 0)
                     found.append((reach, line, record))
                     best = max(best, reach)
-                    if reach[0] < at and agreement(record, units[at], at) == 2:
+                    if evidence == 2 and depth < at:
                         edited.append((at, line))
         depth, evidence = best
         outdated = tuple([line for at, line in edited if at > depth])
-        rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
+        rivals = [one for one in found if one[0] in (best, (depth, 1))]
         if not depth or evidence == 1:
             return Match(outdated=outdated)
         _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
         for _, _, other in rivals:
-            for at in range(common):
+            for at in range(common if other is not record else 0):
                 mine, theirs = record.units[at], other.units[at]
-                if mine != theirs and mine.form() != theirs.form():
+                if mine is not theirs and mine != theirs and mine.form() != theirs.form():
                     common = at
                     break
+        while 0 < common < len(units) and units[common].role != "assistant" and units[common].calls:
+            common -= 1  # results go with their calls
         if not common:
             return Match(outdated=outdated)
         return Match(common, record, line, common == depth and evidence == 2, outdated)
 
-    def drop_moved(self, units: list[Unit], report: Report) -> None:
+    def drop_moved(self, history: History, report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
         before it said: OpenClaw moves such carriers along."""
-        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
         standing: dict[str, str] = {}
-        for at, unit in enumerate(units):
+        for at, unit in enumerate(history.units):
             if not unit.carriers:
                 continue
             kept = []
             for carrier in unit.carriers:
                 kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
-                if kind in MOVED and 0 < last <= at and standing.get(kind) == text:
+                if kind in MOVED and 0 < history.last <= at and standing.get(kind) == text:
                     report.dropped += 1
                     unit.dropped = True
                     continue
@@ -2037,75 +2031,37 @@ class Replay:
                 kept.append(carrier)
             unit.carriers = kept
 
-    def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
+    def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
-        end = len(units)
-        prefill = ""
+        units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
-            end -= 1
-            prefill = spoken(units[end])[0]
-        newest = newest_answer(units[:end])
-        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-        record = Record(trace.conversation, newest, prefill)
-        size = 500 + 150 * end
-        for at, unit in enumerate(units[:end]):
+            units = units[:-1]
+        record = trace.record = Record(trace.conversation, history.newest)
+        size = 500 + 150 * len(units)
+        before = match.record.units[: match.depth] if match.record is not None else []
+        for at, unit in enumerate(units):
             old = unit.stored
             if old is not None and old.turns is None and old.whole == unit.whole:
                 record.units.append(old)  # the usual case, in long histories
                 continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
-            if match.record is not None and at < match.depth:
-                heard = match.record.units[at].heard
-            if old is None or old.whole != unit.whole:
-                stored = self.stored(unit, at >= newest, at == first, heard)
-            elif at >= newest or at == first or old.blocks or old.inserted:
-                stored = old
-            else:
-                stored = old._replace(turns=None, carriers=())  # once history, it is settled
+            heard = before[at].heard if at < len(before) else heard
+            stored = store(unit, at >= history.newest or at == history.first, heard)
             record.units.append(stored)
             if stored.turns is not None:
                 record.kept.append(at)
                 size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
-        trace.record = record
         trace.line = Line()
         whole = match.record is not None and match.depth == len(match.record.units)
         if whole and match.line is not None and match.line.record is match.record:
             trace.line = match.line  # it goes on; else it branches off
         if size <= self.lines.limit >> 1:
-            self.lines.put(trace.line, record, places[end - 1], size)
+            self.lines.put(trace.line, record, places[len(units) - 1], size)
         elif match.line is not None:
             self.lines.drop(match.line)
         for line in match.outdated:
             if line is not trace.line:
                 self.lines.drop(line)
-
-    def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
-        """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
-        though unchanged: they may have to be restored."""
-        old, came = unit.stored, tuple(unit.blocks())
-        restorable = unit.by_user() or bool(unit.carriers)
-        turns: tuple[Turn, ...] | None = None
-        carriers: tuple[Turn, ...] = ()
-        if old is not None:
-            turns, carriers = old.turns, old.carriers
-        elif unit.inserted or unit.dropped or (restorable and (new or first or came)):
-            turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
-            carriers = tuple([storable(turn) for turn in unit.carriers])
-        inserted = old.inserted if old else unit.inserted
-        return Stored(
-            words=unit.words,
-            whole=unit.whole,
-            blocks=old.blocks if old else came,
-            came=came,
-            turns=turns,
-            carriers=carriers,
-            inserted=inserted,
-            calls=old.calls if old else unit.calls,
-            heard=heard,
-            private=old is not None or not PERSONAL.isdisjoint(inserted),
-            size=sum([one.size for one in unit.said]),
-            first=tuple(first_blocks(unit, old)) if first else (),
-        )
 
     def overflowed(self, trace: Trace) -> None:
         """The prompt is too long: a fresh start, without restored text."""
@@ -2113,143 +2069,101 @@ class Replay:
             self.lines.drop(trace.line)
 
 
-class Now(NamedTuple):
-    """What restoring depends on in the request itself."""
-
-    newest: int  # place of the answer before the newest user turn: what is behind it is new
-    first: int  # place of the first user turn
-    moved: frozenset[str]  # kinds of carriers that stand behind the last answer
-    speaker: bool  # the newest user turn tells who speaks
-    later: list[Unit]  # behind the first user turn
-
-    @classmethod
-    def of(cls, units: list[Unit]) -> Now:
-        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
-        moved = [
-            kind for unit in units[last:] for carrier in unit.said for kind, _ in carrier.blocks
-        ]
-        target = units[target_of(units)]
-        speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
-        moved_kinds = MOVED.intersection(moved)
-        return cls(newest_answer(units), first, moved_kinds, speaker, units[first + 1 :])
-
-
-def target_of(units: list[Unit]) -> int:
-    """The place of the newest user turn in which somebody speaks; 0 if there is none."""
-    return next((at for at in range(len(units) - 1, 0, -1) if units[at].speaks()), 0)
-
-
-def newest_answer(units: list[Unit]) -> int:
-    """The place of the answer that precedes the newest user turn; 0 if none does."""
-    target = target_of(units)
-    return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
+def store(unit: Unit, keep: bool, heard: bool) -> Stored:
+    """How a unit is recorded. `keep`: its turns may have to be restored, though unchanged."""
+    old, came = unit.stored, tuple(unit.blocks())
+    if old is not None and old.whole == unit.whole:
+        changed = keep or old.blocks or old.inserted
+        return old if changed else old._replace(turns=None, carriers=())  # it is settled
+    turns: tuple[Turn, ...] | None = None
+    carriers: tuple[Turn, ...] = ()
+    by_user = unit.by_user()
+    if old is not None:
+        turns, carriers = old.turns, old.carriers
+    elif unit.inserted or unit.dropped or ((by_user or unit.carriers) and (keep or came)):
+        turns = tuple([storable(turn) for turn in unit.turns]) if by_user else ()
+        carriers = tuple([storable(turn) for turn in unit.carriers])
+    return Stored(
+        words=unit.words,
+        whole=unit.whole,
+        blocks=old.blocks if old else came,
+        came=came,
+        turns=turns,
+        carriers=carriers,
+        inserted=old.inserted if old else unit.inserted,
+        calls=old.calls if old else unit.calls,
+        heard=heard,
+        private=old is not None or not all(map(is_time, unit.inserted.values())),
+    )
 
 
-def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, int]:
-    """How many units of a request, of those before its answer at `at`, a record can restore; and
-    how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
-    heard what it was; 0, it is another one.
-
-    Units that came as they came before need no such evidence, unless what was sent is private, or
-    tells more than the time in a history so short that another one may be the same.
-    """
-    evidence = agreement(record, units[at], at)
+def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
+    """How many units of a request, of those before its answer at `at`, a record can restore.
+    `evidence`: see agreement(). Where that answer was not heard, only units that came as they came
+    before are known, unless what was sent is private."""
     heard, end = 0, at
     for place, stored in enumerate(record.units[:at]):
-        unit = units[place]
-        if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
+        unit = history.units[place]
+        if unit.whole != stored.whole and not fits(history, stored, place, record.newest):
             end = place
             break
         if stored.heard:
             heard = place
     if end == at and evidence:
-        return at, evidence
-    alike = sum([stored.size for stored in record.units[:heard]])
+        return at
     for place in range(heard, min(end, len(record.units))):
         stored = record.units[place]
-        alike += stored.size
-        told = alike < ALIKE and not all(map(is_time, stored.inserted.values()))
-        if stored.private or told or stored.whole != units[place].whole:
-            return place, 0
-    return end, 0
+        if stored.private or stored.whole != history.units[place].whole:
+            return place
+    return end
 
 
-def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
+def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
     """Whether a unit is what was sent, with its decorations left as they were, taken out at the
     moment when it stopped being the newest, or rewritten in the first message.
 
     `newest` is where the new part of the record began.
     """
-    blocks = unit.blocks()
+    blocks = history.units[place].blocks()
     mine = collections.Counter([text for _, text in blocks])
-    theirs = collections.Counter([text for _, text in stored.blocks])
-    if mine in (theirs, collections.Counter([text for _, text in stored.came])):
+    sent = collections.Counter([text for _, text in stored.blocks])
+    if mine in (sent, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
-    added = mine - theirs
-    if place >= newest and added and all(map(MESSAGE_TIME.fullmatch, added)):
-        told = "\n".join(theirs)  # once a message is history, a client adds when it came
-        if all(date in told for text in added for date in DATE.findall(text)):
-            mine &= theirs
-    if mine <= theirs:
-        if place < newest:
-            return False  # once history, it has been settled
-        gone = theirs - mine
-        moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
-        return place < now.newest or moved
-    kinds = [kind for kind, _ in blocks]
-    same = place == now.first and kinds == [block.kind for block in stored.first]
-    if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
+    if place >= newest:  # a client may add to its history when a message came
+        told = "\n".join(sent)
+        for text in mine - sent:
+            if MESSAGE_TIME.fullmatch(text) and all(date in told for date in DATE.findall(text)):
+                del mine[text]
+    if not mine <= sent:
+        return place == history.first and rewritten(history, stored)
+    if place < newest:
+        return False  # once history, it has been settled
+    if place < history.newest:
+        return True
+    behind = [said for unit in history.units[history.last :] for said in unit.said]
+    moved = MOVED.intersection(kind for said in behind for kind, _ in said.blocks)
+    return all(kind in moved for kind, text in stored.blocks if text in sent - mine)
+
+
+def rewritten(history: History, stored: Stored) -> bool:
+    """Whether the first message has other texts in blocks that clients rewrite there, which can be
+    set down elsewhere: nothing was withdrawn, nobody's words are among them, and no later message
+    says something of the kind, which would then be older."""
+    blocks, before = history.units[history.first].blocks(), stored.came
+    if not kinds_of(blocks) == kinds_of(before) == kinds_of(stored.blocks):
         return False
-    for (kind, text), block in zip(blocks, stored.first, strict=True):
-        if text != block.now and not (
-            kind in REWRITABLE and replaces(kind, block.now, text, now.later)
-        ):
+    speaker = kinds_of(history.units[history.target].blocks())
+    if not SPEAKERS.isdisjoint(kinds_of(blocks) + speaker):
+        return False
+    later = [kind for unit in history.units[history.first + 1 :] for kind, _ in unit.blocks()]
+    for (kind, now), (_, old) in zip(blocks, before, strict=True):
+        if now != old and (kind not in REWRITABLE or kind in later or withdraws(old, now, about)):
             return False
     return True
 
 
-def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
-    """Whether a text can be set down behind an older one: it has something in the place of each
-    line that it has no more, since what was withdrawn may not stand on; and no `later` message says
-    something of the kind, which would then be older."""
-    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    gone, added = [list((one - other).elements()) for one, other in ((old, new), (new, old))]
-    if collections.Counter(map(about, gone)) - collections.Counter(map(about, added)):
-        return False
-    told = [text for unit in later for one, text in unit.blocks() if one == kind]
-    if kind == "environment" and told:
-        return False
-    heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
-    changed = labels_of(gone + added)
-    return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
-
-
-def about(line: str) -> str:
-    """What a line is about: what stands before a colon, else all but dates and numbers."""
-    label, colon, _ = line.partition(":")
-    return label.strip() if colon else re.sub(rf"{_CLOCK}|\d+", "", line).strip()
-
-
-def labels_of(texts: Iterable[str]) -> set[str]:
-    """What the lines of some texts are about."""
-    return {about(line) for text in texts for line in text.splitlines()} - {""}
-
-
-def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
-    """The decorations of the first message, with what was sent of each."""
-    blocks = unit.blocks()
-    known = stored.first if stored is not None else ()
-    by_text = {block.now: block for block in known}
-    found = []
-    for number, (kind, text) in enumerate(blocks):
-        block = FirstBlock(f"first {number}", kind, text, text)
-        if text in by_text:
-            block = by_text[text]
-        elif len(known) == len(blocks):
-            block = known[number]._replace(now=text)
-        found.append(block)
-    return found
+def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
+    return [kind for kind, _ in blocks]
 
 
 def restored_bytes(units: list[Unit]) -> int:
@@ -2307,11 +2221,13 @@ MESSAGE_TIME = re.compile(
     r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
 )
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+ANY_TIME = re.compile(_CLOCK)
+ANY_NUMBER = re.compile(rf"{_CLOCK}|\d+")
 
 
 def is_time(text: str) -> bool:
     """Whether a lifted text is a line with a date or a clock."""
-    return len(text) < 120 and "\n" not in text and re.search(_CLOCK, text) is not None
+    return len(text) < 120 and "\n" not in text and ANY_TIME.search(text) is not None
 
 
 def only_clock(before: str, after: str) -> bool:
@@ -2319,8 +2235,33 @@ def only_clock(before: str, after: str) -> bool:
     return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
 
 
+def about(line: str) -> str:
+    """What a line is about: what stands before a colon, else all but dates and numbers."""
+    label, colon, _ = line.partition(":")
+    return label.strip() if colon else ANY_NUMBER.sub("", line).strip()
+
+
+def about_block(line: str) -> str | None:
+    """about() for a block that was seen to vary: what has no colon may say anything, and lines of
+    listings come and go."""
+    if LISTING.match(line):
+        return None
+    label, colon, _ = form_of(line).partition(":")
+    return label if colon else ""
+
+
+def withdraws(before: str, after: str, label: Callable[[str], str | None]) -> bool:
+    """Whether a text has nothing in the place of a line that it had: what was withdrawn may not
+    stand on."""
+    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
+    gone = collections.Counter(map(label, (old - new).elements()))
+    gone.subtract(map(label, (new - old).elements()))
+    del gone[None]
+    return any(count > 0 for count in gone.values())
+
+
 def settle_insertions(
-    units: list[Unit], depth: int, kept: list[int], lifted: dict[str, str]
+    history: History, depth: int, kept: list[int], lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
     """What has to be set down in the newest user turn, by label, so that the newest value of each
     stands last; and how many of the `depth` units may be restored for that.
@@ -2330,17 +2271,17 @@ def settle_insertions(
     loop) and something new has to be set down; only a clock time may wait for the next one.
     `kept`: the places where something may have been set down.
     """
-    target = target_of(units)
-    first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+    units, first = history.units, history.first
     while True:
-        wanted = dict(lifted)
-        standing: dict[str, str] = {}
-        since: dict[str, int] = {}
-        if 0 < first < depth:
-            for block in first_blocks(units[first], units[first].stored):
-                if block.kind in REWRITABLE:
-                    wanted[block.label], standing[block.label] = block.now, block.sent
-                    since[block.label] = first
+        wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
+        stored = units[first].stored if first < depth else None
+        blocks = units[first].blocks()
+        if stored is not None and kinds_of(blocks) == kinds_of(stored.blocks):
+            pairs = zip(blocks, stored.blocks, strict=True)
+            for number, ((kind, now), (_, sent)) in enumerate(pairs):
+                if kind in REWRITABLE:
+                    label = f"{REWRITTEN}{number}"
+                    wanted[label], standing[label], since[label] = now, sent, first
         for at in kept:
             stored = units[at].stored if at < depth else None
             for label, text in stored.inserted.items() if stored else ():
@@ -2349,67 +2290,35 @@ def settle_insertions(
         gone = [
             since[label]
             for label, text in standing.items()
-            if label not in wanted or (BLOCK in label and withdraws(text, wanted[label]))
+            if label not in wanted
+            or (BLOCK in label and withdraws(text, wanted[label], about_block))
         ]
         if gone:
             depth = min(gone)
             continue
         pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
-        if pending and target < depth:
-            waits = [
-                label in standing and only_clock(standing[label], pending[label])
-                for label in pending
-            ]
-            if all(waits):
-                return depth, {}
-            depth = target
-            continue
-        return depth, pending
+        if not pending or history.target >= depth:
+            return depth, pending
+        if all(
+            label in standing and only_clock(standing[label], text)
+            for label, text in pending.items()
+        ):
+            return depth, {}
+        depth = history.target
 
 
-def withdraws(before: str, after: str) -> bool:
-    """Whether a block has fewer lines than it had, or none with a label that it had; those of
-    listings come and go."""
-
-    def labels(lines: Iterable[str]) -> collections.Counter[str]:
-        forms = [form_of(line) for line in lines if not LISTING.match(line)]
-        return collections.Counter([form.partition(":")[0] * (":" in form) for form in forms])
-
-    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    return bool(labels((old - new).elements()) - labels((new - old).elements()))
-
-
-def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
-    """Put lifted texts into the newest user turn, in front of what is said there; but what a later
-    message says anew goes in front of that message's turn: into the first one, while nothing of
-    that has been read."""
-    first = next((at for at, unit in enumerate(units) if unit.speaks()), 0)
-    old: dict[str, str] = {}
-    if depth <= first:
-        later = [text for unit in units[first:] for _, text in unit.blocks()]
-        old = {label: text for label, text in pending.items() if said_anew(text, later)}
-    insert_lifted(view, units[first], old)
-    insert_lifted(view, units[target_of(units)], {k: v for k, v in pending.items() if k not in old})
-
-
-def said_anew(text: str, later: list[str]) -> bool:
-    """Whether later texts say something of the kind of a lifted one."""
-    dated = [one for one in later if "date" in one or "time" in one]
-    if is_time(text) and any(re.search(_CLOCK, one) for one in dated):
-        return True
-    return not labels_of([text]).isdisjoint(labels_of(later))
-
-
-def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in a user turn; in front of all of it where a decoration
-    of the turn says something of the kind, because that is newer."""
-    if not pending:
-        return
-    unit.inserted = {**unit.inserted, **pending}
-    lifted = [text for label, text in pending.items() if not label.startswith("first ")]
-    pieces = [text for label, text in pending.items() if label.startswith("first ")]
-    if lifted:
-        pieces.insert(0, reminder("\n\n".join(lifted)))
+def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in the newest user turn; where nothing of the prompt has
+    been read, in the first one, because all that is said later may be newer. For the same reason
+    in front of a decoration that says something of the kind."""
+    place = next(at for at, unit in enumerate(history.units) if unit.speaks())
+    if depth > place or not PERSONAL.isdisjoint(pending):
+        place = history.target
+    unit = history.units[place]
+    unit.inserted = pending
+    lifted = [text for label, text in pending.items() if not label.startswith(REWRITTEN)]
+    pieces = [reminder("\n\n".join(lifted))] if lifted else []
+    pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
     text = "\n\n".join(pieces)
     at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
     turn = unit.turns[at] = unit.turns[at].own()
@@ -2417,10 +2326,20 @@ def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
     if not slots:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
         return
-    newer = said_anew("\n".join(pending.values()), [block for _, block in unit.blocks()])
+    newer = says_anew(pending.values(), [block for _, block in unit.blocks()])
     spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
     slot = slots[0] if newer or not spoken else spoken[-1]
     slot.set(text + "\n\n" + slot.get())
+
+
+def says_anew(texts: Iterable[str], decorations: list[str]) -> bool:
+    """Whether decorations say something of the kind of lifted texts."""
+    told = "\n".join(decorations).splitlines()
+    lifted = "\n".join(texts).splitlines()
+    dated = [line for line in told if "date" in line or "time" in line]
+    if any(map(is_time, lifted)) and any(map(ANY_TIME.search, dated)):
+        return True
+    return not set(map(about, told)).isdisjoint({*map(about, lifted)} - {""})
 
 
 class Editor:
@@ -2509,10 +2428,9 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
-    opening = record.prefill + answer.opening
-    if answer.complete and said == opening:
+    if answer.complete and said == answer.opening:
         return 2 if said else 0
-    for heard in (opening, answer.closing):
+    for heard in (answer.opening, answer.closing):
         if min(len(heard), len(said)) >= LONG_ANSWER:
             longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
             if longer.startswith(shorter) or longer.endswith(shorter):
@@ -2598,44 +2516,28 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order in which they were sent first; whether that
     changed anything."""
-    mine = unit.calls
-    if mine == first:
+    spelled = {plain(ident): (ident, name) for ident, name in first}
+    mine = sorted([plain(ident) for ident, _ in unit.calls])
+    if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
         return False
-    spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
-    if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
-        return False
-    turns: list[tuple[int, Turn]] = []
+    rank = {ident: place for place, ident in enumerate(spelled)}
+    turns = []
     for turn in unit.turns:
-        item = copy.deepcopy(turn.item) if turn.item is not None else None
-        if item is None or not (fields := call_fields(item)):
-            turns.append((turns[-1][0] if turns else 0, turn))
-            continue
+        item = copy.deepcopy(turn.item or {})
+        fields = call_fields(item)
         for holder, key, named, _ in fields:
-            _, holder[key], name = spelled[plain(holder[key])]
+            holder[key], name = spelled[plain(holder[key])]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
                 if name:
                     named["name"] = name
-        order_results(item, spelled)
-        turns.append((min(spelled[plain(one.holder[one.key])][0] for one in fields), turn_of(item)))
+        parts = listed(item.get("content"))
+        parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), len(rank)))
+        turns.append(turn_of(item) if fields else turn)
     if unit.role == "tool":
-        turns.sort(key=lambda one: one[0])
-    unit.turns = [turn for _, turn in turns]
+        turns.sort(key=lambda turn: min([rank[plain(ident)] for ident, _ in calls_of(turn)] or [0]))
+    unit.turns = turns
     return True
-
-
-def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
-    """Put the results in a message into the order in which they were sent first."""
-    parts = listed(item.get("content"))
-    places = [
-        at for at, part in enumerate(parts)
-        if isinstance(part, dict) and part.get("type") == "tool_result"
-    ]  # fmt: skip
-    ordered = sorted(
-        [parts[at] for at in places], key=lambda part: spelled[plain(part["tool_use_id"])][0]
-    )
-    for at, part in zip(places, ordered, strict=True):
-        parts[at] = part
 
 
 # --- tools: first-seen form, first-seen order -----------------------------------------------------
@@ -2648,6 +2550,7 @@ class Tools:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
         self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+        self.forms: dict[int, tuple[Any, dict[int, str]]] = {}  # see read()
 
     def get(self, client: bytes, *key: Any) -> Any:
         """What was put there by a client, or else by the warm-up; or None. It is used now."""
@@ -2669,6 +2572,17 @@ class Tools:
             while self.size > self.limit:
                 self.size -= self.entries.popitem(last=False)[1][1]
 
+    def read(self, tools: list[Json]) -> dict[int, str]:
+        """The JSON of each tool, by a hash of what it says in whatever order of keys. Requests
+        share the list where the Reader knows it."""
+        known = self.forms.get(id(tools))
+        if known is None or known[0] is not tools:
+            bared = map(bare, tools)
+            known = tools, {hash(_sorted_json(tool)): json.dumps(tool) for tool in bared}
+            if sum(map(len, known[1].values())) <= 1 << 18:
+                remember(self.forms, id(tools), known, 16)
+        return known[1]
+
     def apply(
         self,
         view: View,
@@ -2681,40 +2595,33 @@ class Tools:
         """Send a tool that differs from an earlier one in key order only as it was sent then, and
         keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
         tools = view.body.get("tools")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        if (
+            not tools
+            or not isinstance(tools, list)
+            or not all(isinstance(one, dict) for one in tools)
+        ):
             return
-        if not tools:
-            return
-        listing = hash(json.dumps(tools))
-        order = self.get(client, "unchanged", listing)
-        for name in order or ():
-            self.get(client, "form", name)  # it is in use
-        if order is None or self.get(client, "order", frozenset(order)) is None:
-            names = [hash(_sorted_json(bare(tool))) for tool in tools]
-            known = set(names)
-            if len(known) != len(names):
-                return
-            forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get(client, "form", name) or forms[name] for name in names}
-            order = self.get(client, "order", frozenset(names))
-            if order is None:
-                before = (self.get(client, "talk", conversation) if follows else None) or []
-                old = set(before)
-                order = before + [name for name in names if name not in old]
-                if not old <= known:
-                    order = names
-            if order != names or first != forms:
-                view.body["tools"] = [json.loads(first[name]) for name in order]
-                report.tools_restored += 1
-            elif learn:
-                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
-            if learn:
-                for name, form in first.items():
-                    if form is forms[name]:
-                        self.put(form, 300 + len(form), client, "form", name)
-                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
+        forms = self.read(tools)
+        if len(forms) != len(tools):
+            return  # one stands there twice
+        names = list(forms)
+        first = {name: self.get(client, "form", name) or form for name, form in forms.items()}
+        order = self.get(client, "order", frozenset(names))
+        if order is None:
+            order = (self.get(client, "talk", conversation) if follows else None) or []
+            added = forms.keys() - set(order)
+            gone = len(order) + len(added) > len(names)
+            order = names if gone else order + [name for name in names if name in added]
+        if order != names or first != forms:
+            view.body["tools"] = [json.loads(first[name]) for name in order]
+            report.tools_restored += 1
         if learn:
-            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
+            for name, form in first.items():
+                if form is forms[name]:
+                    self.put(form, 300 + len(form), client, "form", name)
+            size = 200 + 40 * len(order)
+            self.put(order, size, client, "order", frozenset(names))
+            self.put(order, size, client, "talk", conversation)
 
 
 # ==================================================================================================

@@ -3559,7 +3559,7 @@ def rp_block(sender: str) -> str:
 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
-    """It goes into the newest user turn; and the answer is known again when it is complete."""
+    """It goes into the newest user turn."""
     turns: list[Turn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
@@ -3567,8 +3567,6 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
     prompt = client.send(begun, " Monday.", system=rp_date("2026-12-02"))
     assert rp_told(prompt, "Current date") == ["2026-12-01", "2026-12-02"]
     assert prompt[-1] == "assistant\nIt is"
-    turns += [("assistant", "It is Monday."), ("user", "thanks")]
-    client.extends(prompt[:-1], turns, system=rp_date("2026-12-02"))
 
 
 def test_lift_block_that_is_withdrawn_does_not_stand_on(client: RpClient) -> None:
@@ -3629,7 +3627,7 @@ def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", f"{line}\nright?")]
     prompt = client.send(turns, system=rp_date("2026-12-01"))
     wanted = client.came(turns, RP_CALM)
-    wanted[-1] = f"user\n{reminder(line)}\n\n{line}\nright?"
+    wanted[1] = f"user\n{reminder(line)}\n\n{line}\nwhat a day"
     assert prompt == wanted
 
 
@@ -3716,7 +3714,7 @@ def test_lift_settles_what_has_to_be_said(
     known = len(made) if units[-1] == "assistant" else len(made) - 1
     if units == ["user"]:
         known = 0
-    assert kvproxy.settle_insertions(made, known, kept, lifted) == (depth, pending)
+    assert kvproxy.settle_insertions(kvproxy.History(made), known, kept, lifted) == (depth, pending)
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
@@ -3943,7 +3941,7 @@ def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
     before = client.extends(before, talk, "No.", system=first)
     talk += [("assistant", "No."), ("user", "three")]
     moved = client.send(talk, system=second)  # its own value changes: now it is read anew
-    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[1]
     assert before[0] == f"system\n{first}"
 
 
@@ -4275,22 +4273,18 @@ def test_replay_unknown_history_gets_nothing(client: RpClient) -> None:
     assert rp_restored(client)
 
 
-@pytest.mark.parametrize(("line", "words", "stays"), [
-    ("Current time is 07:05.", "hi", True),
-    (RP_GIT + "(clean)", "hi", False),
-    (RP_GIT + "(clean)", "hi " * 400, True),
-    (RP_META % '"sender_id": "ann",', "hi " * 400, False),
+@pytest.mark.parametrize(("line", "stays"), [
+    ("Current time is 07:05.", True), (RP_GIT + "(clean)", True), (RP_META % '"sender_id": "ann",', False),
 ])  # fmt: skip
-def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
-    chat: RpClient, line: str, words: str, stays: bool
+def test_replay_what_was_lifted_where_the_answer_is_another(
+    chat: RpClient, line: str, stays: bool
 ) -> None:
-    """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
-    what a project has to say in a text that nobody else would send; who speaks never does."""
-    first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
-    turns: list[Turn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    """It is set down where it stood; but who speaks is told of the newest message."""
+    first = chat.send([("user", "hi")], "A", system=f"{RP_SYSTEM}\n{line}\n")
+    turns: list[Turn] = [("user", "hi"), ("assistant", "B"), ("user", "so?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
     assert (prompt[:2] == first) == stays
-    assert stays or prompt[1] == f"user\n{words}"
+    assert stays or prompt[1] == "user\nhi"
 
 
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
@@ -4564,29 +4558,16 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     assert rp_told(client.send(turns, "C"), "Mode")[-1] == "write"
 
 
-@pytest.mark.parametrize(("kind", "before", "after", "later", "possible"), [
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),  # withdrawn
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nMode: c\n</r>"], False),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nTabs: c\n</r>"], True),
-    ("reminder", "<r>\n# Rules\nx\n</r>", "<r>\n# Rules\ny\n</r>", ["<r>\n# Rules\nz\n</r>"], False),
-    ("reminder", "<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),
-    ("environment", "<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", [], True),
-    ("environment", "<e>\nx1\n</e>", "<e>\nx2\n</e>", ["<e>\nTabs: c\n</e>"], False),
-    ("reminder", "<r>\nRules\nMode: a\n</r>", "<r>\nRules\nMode: b\n</r>", ["<r>\nRules\n</r>"], False),
+@pytest.mark.parametrize(("before", "after", "withdrawn"), [
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", False),
+    ("<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", False),
+    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", False),
+    ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
 ])  # fmt: skip
-def test_replay_rewritten_block_has_a_place(
-    kind: str, before: str, after: str, later: list[str], possible: bool
-) -> None:
-    unit = kvproxy.Unit("user", [], [kvproxy.Said(1, 1, tuple((kind, text) for text in later))])
-    assert kvproxy.replaces(kind, before, after, [unit]) == possible
-
-
-def test_replay_labels() -> None:
-    """What lines are about."""
-    texts = ["Mode: a: b\n\nUse tabs.", "  Mode:\n</r>"]
-    assert kvproxy.labels_of(texts) == {"Mode", "Use tabs.", "</r>"}
+def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
+    assert kvproxy.withdraws(before, after, kvproxy.about) == withdrawn
 
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
