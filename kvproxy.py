@@ -1467,6 +1467,7 @@ UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describe
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 REWRITTEN = "first "  # begins the labels of those
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
+ALIKE = 1000  # characters that no two conversations begin with by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 MOST_COMPARED = 256  # records that are held against a request
@@ -1674,7 +1675,7 @@ class Stored(NamedTuple):
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
-    private: bool = False  # what was sent says more than what came, and than the time
+    private: bool = False  # what was sent says more than another conversation may be told
 
     def form(self) -> object:
         """What is restored, so that two records can be compared."""
@@ -2046,7 +2047,7 @@ class Replay:
                 continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
             heard = before[at].heard if at < len(before) else heard
-            stored = store(unit, at >= history.newest or at == history.first, heard)
+            stored = store(history, at, heard)
             record.units.append(stored)
             if stored.turns is not None:
                 record.kept.append(at)
@@ -2069,15 +2070,20 @@ class Replay:
             self.lines.drop(trace.line)
 
 
-def store(unit: Unit, keep: bool, heard: bool) -> Stored:
-    """How a unit is recorded. `keep`: its turns may have to be restored, though unchanged."""
+def store(history: History, at: int, heard: bool) -> Stored:
+    """How a unit is recorded."""
+    unit, first = history.units[at], history.units[history.first]
     old, came = unit.stored, tuple(unit.blocks())
+    keep = at >= history.newest or unit is first  # they may have to be restored, though unchanged
     if old is not None and old.whole == unit.whole:
         changed = keep or old.blocks or old.inserted
         return old if changed else old._replace(turns=None, carriers=())  # it is settled
     turns: tuple[Turn, ...] | None = None
     carriers: tuple[Turn, ...] = ()
     by_user = unit.by_user()
+    private = old is not None or not PERSONAL.isdisjoint(unit.inserted)
+    if not private and not all(map(is_time, unit.inserted.values())):
+        private = sum([len(turn.text()) for turn in first.turns]) < ALIKE
     if old is not None:
         turns, carriers = old.turns, old.carriers
     elif unit.inserted or unit.dropped or ((by_user or unit.carriers) and (keep or came)):
@@ -2093,7 +2099,7 @@ def store(unit: Unit, keep: bool, heard: bool) -> Stored:
         inserted=old.inserted if old else unit.inserted,
         calls=old.calls if old else unit.calls,
         heard=heard,
-        private=old is not None or not all(map(is_time, unit.inserted.values())),
+        private=private,
     )
 
 
@@ -2150,14 +2156,20 @@ def rewritten(history: History, stored: Stored) -> bool:
     set down elsewhere: nothing was withdrawn, nobody's words are among them, and no later message
     says something of the kind, which would then be older."""
     blocks, before = history.units[history.first].blocks(), stored.came
-    if not kinds_of(blocks) == kinds_of(before) == kinds_of(stored.blocks):
+    if kinds_of(blocks) != kinds_of(before):
         return False
     speaker = kinds_of(history.units[history.target].blocks())
     if not SPEAKERS.isdisjoint(kinds_of(blocks) + speaker):
         return False
-    later = [kind for unit in history.units[history.first + 1 :] for kind, _ in unit.blocks()]
+    later = [block for unit in history.units[history.first + 1 :] for block in unit.blocks()]
     for (kind, now), (_, old) in zip(blocks, before, strict=True):
-        if now != old and (kind not in REWRITABLE or kind in later or withdraws(old, now, about)):
+        if now == old:
+            continue
+        rivals = [text for one, text in later if one == kind]
+        heading = old.splitlines()[1:2]  # behind the tag
+        changed = set(old.splitlines()) ^ set(now.splitlines())
+        newer = rivals if kind == "environment" else says_anew([*heading, *changed], rivals)
+        if kind not in REWRITABLE or newer or withdraws(old, now, about):
             return False
     return True
 
@@ -2275,13 +2287,11 @@ def settle_insertions(
     while True:
         wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
         stored = units[first].stored if first < depth else None
-        blocks = units[first].blocks()
-        if stored is not None and kinds_of(blocks) == kinds_of(stored.blocks):
-            pairs = zip(blocks, stored.blocks, strict=True)
-            for number, ((kind, now), (_, sent)) in enumerate(pairs):
-                if kind in REWRITABLE:
-                    label = f"{REWRITTEN}{number}"
-                    wanted[label], standing[label], since[label] = now, sent, first
+        for number, (kind, now) in enumerate(units[first].blocks() if stored else ()):
+            if stored and kind in REWRITABLE:
+                label = f"{REWRITTEN}{number}"
+                wanted[label], since[label] = now, first
+                standing[label] = now if (kind, now) in stored.blocks else ""
         for at in kept:
             stored = units[at].stored if at < depth else None
             for label, text in stored.inserted.items() if stored else ():

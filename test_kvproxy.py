@@ -6043,13 +6043,15 @@ class TrWorld:
         tr_hold(not back, "what was history and went stays away", back)
 
     def check_places(self, asked: TrAsked, own: list[TrEntry], entries: list[TrEntry]) -> None:
-        """Each mark stands where its client has it, or in the newest turn, or where it stood when
-        this client's same words were sent before."""
+        """Each mark stands where its client has it, or in the newest turn; a line of the system
+        prompt in the first one as well; or where it stood when this client's same words were sent
+        before."""
         places: dict[str, set[int]] = {}
         for one in own:
             for mark in tr_marks(one.text):
                 places.setdefault(mark, set()).add(one.zone)
         newest, answers = {own[-1].zone, max(one.zone for one in own if one.kind == "user")}, 0
+        opening = min(one.zone for one in own if one.kind == "user")
         asking: set[int] = set()  # zones since the last answer in words: tools were used in between
         for item in asked.items:
             answers += item.role in ("assistant", "calls")
@@ -6062,6 +6064,8 @@ class TrWorld:
             if mark in places and (
                 zone in places[mark] or zone in newest | asking or (mark in first and zone < 1)
             ):
+                continue
+            if mark in places and mark in self.lines and zone == opening:
                 continue
             if any(
                 0 <= zone < shared and mark in one.zones.get(zone, ()) for one, shared in before
