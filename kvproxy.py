@@ -1591,7 +1591,6 @@ class Unit:
     carriers: list[Turn] = NO_TURNS
     inserted = NOTHING  # what kvproxy set down in it, by label
     dropped = False  # a carrier of it is not sent
-    spoken: tuple[str, frozenset[str]] | None = None  # see spoken()
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
@@ -1599,36 +1598,18 @@ class Unit:
         self.said = said  # of its turns, then of its carriers
         self.stored: Stored | None = None  # as it was sent before
         first = said[0] if said else SILENT
-        self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
+        self.words, self.whole, self.calls = first.words, first.whole, first.calls
 
-    def add(self, turn: Turn, said: Said) -> None:
-        """Take in another turn, or a carrier."""
-        if said.carrier:
-            if self.carriers is NO_TURNS:
-                self.carriers = []
-            self.carriers.append(turn)
-        else:
-            self.turns.append(turn)
-        self.said.append(said)
-
-    def sum_up(self) -> None:
-        """What it says as a whole. The results of a batch say the same in any order."""
+    def complete(self) -> None:
+        """Sum up what it says. The results of a batch say the same in any order."""
+        if len(self.turns) == len(self.said) == 1:
+            return
         words = [one.words for one in self.said if one.words and not one.carrier]
         if len(words) > 1:
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
-        whole = [one.whole for one in self.said]
-        self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+        self.whole = hash((self.role, *[one.whole for one in self.said])) if self.said else 0
         self.calls = tuple([call for one in self.said for call in one.calls])
-
-    def part(self) -> list[Unit]:
-        """Take its carriers away, as units of their own, in which somebody speaks."""
-        units = []
-        for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
-            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-            units.append(Unit("user", [turn], [said]))
-        self.carriers, self.said = NO_TURNS, self.said[: len(self.turns)]
-        return units
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1641,6 +1622,12 @@ class Unit:
         """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
         item = self.turns[0].item if self.turns else None
         return self.role == "user" or (item is not None and item.get("role") == "user")
+
+    @functools.cached_property
+    def spoken(self) -> tuple[str, frozenset[str]]:
+        """The letters of an answer, and the ids of its calls."""
+        texts = [turn.text() for turn in self.turns if turn.role == "assistant"]
+        return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in self.calls])
 
 
 class History:
@@ -1697,19 +1684,17 @@ UNREAD = Heard()  # there was an answer, but it could not be read
 ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "kept", "newest", "relayed", "tap", "units")
-
-    def __init__(self, conversation: str, newest: int) -> None:
-        self.conversation = conversation
-        self.newest = newest  # place of the answer before the newest user turn
-        self.units: list[Stored] = []
-        self.kept: list[int] = []  # places of those whose turns are kept
-        self.answer: Heard | None = None  # none yet, or an error
-        self.tap: Tap | None = None  # what has been relayed of an answer on its way
-        self.relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
+    conversation: str
+    newest: int  # place of the answer before the newest user turn
+    units: list[Stored] = dataclasses.field(default_factory=list)
+    kept: list[int] = dataclasses.field(default_factory=list)  # places of those with turns
+    answer: Heard | None = None  # none yet, or an error
+    tap: Tap | None = None  # what has been relayed of an answer on its way
+    relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
 
     def heard(self) -> Heard | None:
         """What the client can have heard by now."""
@@ -1775,6 +1760,29 @@ class Lines:
                     self.by_place[place] = lines
                 else:
                     self.by_place.pop(place, None)
+
+
+def answered_carriers(unit: Unit) -> list[Unit]:
+    """Take the carriers of a unit away, as units of their own in which somebody speaks: nothing but
+    decorations was said, and answered."""
+    units = []
+    for turn, said in zip(unit.carriers, unit.said[len(unit.turns) :], strict=True):
+        said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+        units.append(Unit("user", [turn], [said]))
+    unit.carriers, unit.said = NO_TURNS, unit.said[: len(unit.turns)]
+    return units
+
+
+class Asker(NamedTuple):
+    """Whose request it is, and how many bytes it has. One that only counts tokens teaches
+    nothing."""
+
+    client: bytes = b""
+    size: int = 1 << 62
+    learn: bool = True
+
+
+ANYBODY = Asker()
 
 
 class Match(NamedTuple):
@@ -1871,26 +1879,23 @@ class Replay:
 
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
-        unit = Unit("head", [], [])
-        units, joined = [unit], [unit]
+        units = [unit := Unit("head", [], [])]
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
-                units += unit.part()  # nothing but decorations was said and answered
-                unit = units[-1]
-            if turn is None:
-                break
-            said = turn.said or self.said(turn)
-            joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
-            if joins or said.carrier:
-                unit.add(turn, said)
-                if joined[-1] is not unit:
-                    joined.append(unit)
+            said = SILENT if turn is None else turn.said or self.said(turn)
+            if turn is not None and said.carrier:
+                unit.carriers = unit.carriers or []
+                unit.carriers.append(turn)
+                unit.said.append(said)
+            elif turn is not None and unit.role == role != "user" and not unit.carriers:
+                unit.turns.append(turn)
+                unit.said.append(said)
             else:
-                unit = Unit(role, [turn], [said])
-                units.append(unit)
-        for unit in joined:
-            unit.sum_up()
+                if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
+                    units += answered_carriers(unit)
+                unit.complete()
+                if turn is not None:
+                    units.append(unit := Unit(role, [turn], [said]))
         return units
 
     # --- names of conversations -------------------------------------------------------------------
@@ -1906,7 +1911,7 @@ class Replay:
         """The conversation() of a request; one whose beginning was rewritten is known by the first
         answer that it has."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
-        known = self.names.get(hash((whose, *spoken(first)))) if first is not None else None
+        known = self.names.get(hash((whose, *first.spoken))) if first is not None else None
         return known or self.conversation(view, units)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
@@ -1920,22 +1925,12 @@ class Replay:
     # --- a request --------------------------------------------------------------------------------
 
     def apply(
-        self,
-        view: View,
-        lifted: list[Lifted],
-        report: Report,
-        client: bytes = b"",
-        size: int = 1 << 62,
-        learn: bool = True,
+        self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, drop carriers that stand there already, set lifted text down: in place.
-
-        `client` tells whose request it is, and `size` how many bytes it has. `learn` is False for
-        requests that only count tokens.
-        """
-        units = self.units(view)
-        history = History(units)
-        whose = hash((client, view.dialect.name))
+        """Restore history, drop carriers that stand there already, set lifted text down: in
+        place."""
+        units = history.units
+        whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
         places = [place := hash((place, unit.words)) for unit in units]
         match = self.find(history, places)
@@ -1944,13 +1939,13 @@ class Replay:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
-            if restored_bytes([units[at] for at in kept]) > size + SLACK:
-                if learn:
+            if restored_bytes([units[at] for at in kept]) > asker.size + SLACK:
+                if asker.learn:
                     self.overflowed(Trace(line=match.line))
                 match, kept = Match(), []
         name = match.record.conversation if match.record else self.name(view, whose, units)
         trace = Trace(name, whose=whose)
-        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
+        report.tools_restored += self.tools.apply(view, asker, name, match.depth > 0)
         depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None  # it goes as it came
@@ -1967,7 +1962,7 @@ class Replay:
             view.turns += unit.turns
             if unit.carriers:
                 view.turns += unit.carriers
-        if learn:
+        if asker.learn:
             self.learn(trace, history, places, match)
         return trace
 
@@ -2359,37 +2354,29 @@ class Editor:
         self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
         self.replay = Replay(config)
 
-    def apply(
-        self,
-        view: View,
-        report: Report,
-        client: bytes = b"",
-        size: int = 1 << 62,
-        learn: bool = True,
-    ) -> Trace:
-        """Edit a view in place; the arguments are those of Replay.apply(). Raises Unreadable."""
+    def apply(self, view: View, report: Report, asker: Asker = ANYBODY) -> Trace:
+        """Edit a view in place. Raises Unreadable."""
+        config, replay = self.config, self.replay
         report.items = len(view.turns)
-        scrubs = self.config.scrub and view.dialect.edited
-        if scrubs and goes_on_elsewhere(view):
+        if not (config.scrub and view.dialect.edited):
+            return Trace(replay.conversation(view))
+        if goes_on_elsewhere(view):
             report.note = "it goes on from what the server has stored"
-            scrubs = False
-        replays = scrubs and self.config.replay
-        if scrubs:
-            self.scrubber.apply(view, report)
-        if scrubs and self.config.system_first:
+            return Trace(replay.conversation(view))
+        self.scrubber.apply(view, report)
+        if config.system_first:
 
             def stays(turn: Turn) -> bool:
-                return replays and self.replay.stays(view, turn, client)
+                return config.replay and replay.stays(view, turn, asker.client)
 
             system_first(view, report, stays)
-        if not replays:
-            return Trace(self.replay.conversation(view))
-        said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
-        lifted = []
-        if any(one.speaks for one in said):  # else it could not be set down
-            first = next((one.words for one in said if one.words), 0)
-            lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
-        trace = self.replay.apply(view, lifted, report, client, size, learn)
+        if not config.replay:
+            return Trace(replay.conversation(view))
+        history, lifted = History(replay.units(view)), list[Lifted]()
+        if history.target:  # else it could not be set down
+            first = history.units[history.first].words
+            lifted = self.lifter.lift(view, hash((asker.client, view.dialect.name, first)))
+        trace = replay.apply(view, history, lifted, report, asker)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
 
@@ -2414,15 +2401,6 @@ def letters(text: str) -> str:
     return NOT_LETTERS.sub("", text) or text.strip()
 
 
-def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
-    """The letters of an answer, and the ids of its calls."""
-    if unit.spoken is None:
-        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-        calls = [plain(name) for name, _ in unit.calls]
-        unit.spoken = letters("\n".join(texts)), frozenset(calls)
-    return unit.spoken
-
-
 def agreement(record: Record, unit: Unit, at: int) -> int:
     """Whether an assistant's turn is the answer that the server was heard to give when a record had
     `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
@@ -2434,7 +2412,7 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
         return 0
     if answer is ANY or answer is UNREAD:
         return 2 if answer is ANY else 1
-    said, calls = spoken(unit)
+    said, calls = unit.spoken
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
@@ -2593,27 +2571,18 @@ class Tools:
                 remember(self.forms, id(tools), known, 16)
         return known[1]
 
-    def apply(
-        self,
-        view: View,
-        client: bytes,
-        conversation: str,
-        follows: bool,
-        report: Report,
-        learn: bool,
-    ) -> None:
+    def apply(self, view: View, asker: Asker, conversation: str, follows: bool) -> bool:
         """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
-        tools = view.body.get("tools")
-        if (
-            not tools
-            or not isinstance(tools, list)
-            or not all(isinstance(one, dict) for one in tools)
-        ):
-            return
+        keep the order; whether that changed anything. `follows`: the conversation goes on, so that
+        new tools go to the end."""
+        client, tools = asker.client, view.body.get("tools")
+        if not tools or not isinstance(tools, list):
+            return False
+        if not all(isinstance(tool, dict) for tool in tools):
+            return False
         forms = self.read(tools)
         if len(forms) != len(tools):
-            return  # one stands there twice
+            return False  # one stands there twice
         names = list(forms)
         first = {name: self.get(client, "form", name) or form for name, form in forms.items()}
         order = self.get(client, "order", frozenset(names))
@@ -2624,14 +2593,14 @@ class Tools:
             order = names if gone else order + [name for name in names if name in added]
         if order != names or first != forms:
             view.body["tools"] = [json.loads(first[name]) for name in order]
-            report.tools_restored += 1
-        if learn:
+        if asker.learn:
             for name, form in first.items():
                 if form is forms[name]:
                     self.put(form, 300 + len(form), client, "form", name)
             size = 200 + 40 * len(order)
             self.put(order, size, client, "order", frozenset(names))
             self.put(order, size, client, "talk", conversation)
+        return view.body["tools"] is not tools
 
 
 # ==================================================================================================
@@ -4974,7 +4943,7 @@ class Proxy:
         # Nobody's text may reach anybody else's prompt.
         client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
         learn = not exchange.counting
-        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        exchange.trace = self.editor.apply(view, report, Asker(client, len(raw), learn))
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
         exchange.view = view
@@ -5762,7 +5731,7 @@ class Warmup:
                 if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, ANYBODY, replay.conversation(view), False)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass

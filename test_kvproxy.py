@@ -3614,10 +3614,16 @@ def test_lift_into_a_turn_without_text(client: RpClient) -> None:
 
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
-    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
-    for turns in ([], [("user", event)], [("user", reminder("hello"))], [("results", ["c1"])]):
+    for turns in ([], [("results", ["c1"])]):
         body = client.body(turns, rp_date("2026-12-01"))
         assert client.post(body) == body
+
+
+def test_lift_in_front_of_an_event(client: RpClient) -> None:
+    """A job that wakes the agent up says nothing else."""
+    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
+    prompt = client.send([("user", event)], system=rp_date("2026-12-01"))
+    assert prompt[1] == f"user\n{reminder('Current date: 2026-12-01')}\n\n{event}"
 
 
 def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient) -> None:
@@ -5039,7 +5045,7 @@ class RpDesk:
             body_of("chat", *turns, **{"system": RP_SYSTEM, **more}), separators=(",", ":")
         ).encode()
         view = self.reader.view(data, kvproxy.DIALECTS["chat/completions"])
-        trace = self.editor.apply(view, kvproxy.Report(), b"ann", len(data))
+        trace = self.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann", len(data)))
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
@@ -5187,7 +5193,7 @@ def test_replay_tools_in_use_outlive_what_is_not() -> None:
     body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
-    desk.editor.apply(view, kvproxy.Report(), b"ann")
+    desk.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann"))
     assert json.dumps(view.body["tools"]) == json.dumps(tools)
 
 
