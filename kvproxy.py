@@ -1945,7 +1945,7 @@ class Replay:
                 match, kept = Match(), []
         name = match.record.conversation if match.record else self.name(view, whose, units)
         trace = Trace(name, whose=whose)
-        report.tools_restored += self.tools.apply(view, asker, name, match.depth > 0)
+        report.tools_restored += self.tools.apply(view, asker)
         depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None  # it goes as it came
@@ -2176,47 +2176,33 @@ def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
 def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
-    for unit in units:
-        stored = unit.stored
+    for stored, unit in [(unit.stored, unit) for unit in units]:
         if stored is not None and stored.turns is not None and stored.turns != tuple(unit.turns):
-            sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
-            added += sum([len(turn.json()) for turn in sent])
-            added -= sum([len(turn.json()) for turn in came])
+            added += sum([len(turn.json()) for turn in stored.turns + stored.carriers])
+            added -= sum([len(turn.json()) for turn in unit.turns + unit.carriers])
     return added
 
 
 def restore(unit: Unit, stored: Stored) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything.
-
-    Answers and results stay as the client has them now, but for ids, names and order.
-    """
+    """Put a unit's stored form in its place; whether that changed anything. Answers and results
+    stay as the client has them now, but for ids, names and order."""
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
     turns = list(stored.turns) if unit.by_user() else unit.turns
-    sent, came = [*turns, *stored.carriers], unit.turns + unit.carriers
-    if len(sent) == len(came) and all(map(same_turn, sent, came)):
+    came = [storable(turn).item for turn in unit.turns + unit.carriers]
+    if came == [turn.item for turn in [*turns, *stored.carriers]]:
         return changed
     unit.turns, unit.carriers = turns, list(stored.carriers)
     return True
 
 
-def same_turn(stored: Turn, turn: Turn) -> bool:
-    return stored is turn or stored.item == storable(turn).item
-
-
 def storable(turn: Turn) -> Turn:
     """A turn as it is kept: without cache_control, which moves from turn to turn."""
-    item = turn.item or {"role": "user", "content": turn.text()}
-    content = item.get("content")
-    parts = content if isinstance(content, list) else []
-    marked = any(isinstance(part, dict) and "cache_control" in part for part in [item, *parts])
-    if turn.item and not marked:
-        return turn
-    item = bare(item)
-    if parts:
-        item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
-    return turn_of(item)
+    item = bare(turn.item or {"role": "user", "content": turn.text()})
+    if isinstance(content := item.get("content"), list):
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+    return turn if item == turn.item else turn_of(item)
 
 
 # --- lifted text ----------------------------------------------------------------------------------
@@ -2278,38 +2264,33 @@ def settle_insertions(
     loop) and something new has to be set down; only a clock time may wait for the next one.
     `kept`: the places where something may have been set down.
     """
-    units, first = history.units, history.first
-    while True:
-        wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
-        stored = units[first].stored if first < depth else None
-        for number, (kind, now) in enumerate(units[first].blocks() if stored else ()):
-            if stored and kind in REWRITABLE:
+    wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
+    first = history.units[history.first]
+    if first.stored is not None and history.first < depth:
+        for number, (kind, now) in enumerate(first.blocks()):
+            if kind in REWRITABLE:
                 label = f"{REWRITTEN}{number}"
-                wanted[label], since[label] = now, first
-                standing[label] = now if (kind, now) in stored.blocks else ""
-        for at in kept:
-            stored = units[at].stored if at < depth else None
-            for label, text in stored.inserted.items() if stored else ():
-                standing[label] = text
-                since.setdefault(label, at)
-        gone = [
-            since[label]
-            for label, text in standing.items()
-            if label not in wanted
-            or (BLOCK in label and withdraws(text, wanted[label], about_block))
-        ]
-        if gone:
-            depth = min(gone)
-            continue
-        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
-        if not pending or history.target >= depth:
-            return depth, pending
-        if all(
-            label in standing and only_clock(standing[label], text)
-            for label, text in pending.items()
-        ):
-            return depth, {}
-        depth = history.target
+                wanted[label], since[label] = now, history.first
+                standing[label] = now if (kind, now) in first.stored.blocks else ""
+    for at in kept:
+        stored = history.units[at].stored
+        for label, text in stored.inserted.items() if stored and at < depth else ():
+            standing[label] = text
+            since.setdefault(label, at)
+    gone = [
+        since[label]
+        for label, text in standing.items()
+        if label not in wanted or (BLOCK in label and withdraws(text, wanted[label], about_block))
+    ]
+    if gone:
+        return settle_insertions(history, min(gone), kept, lifted)
+    pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+    if not pending or history.target >= depth:
+        return depth, pending
+    known = pending.keys() <= standing.keys()
+    if known and all(only_clock(standing[label], text) for label, text in pending.items()):
+        return depth, {}
+    return settle_insertions(history, history.target, kept, lifted)
 
 
 def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
@@ -2441,16 +2422,14 @@ class CallField(NamedTuple):
 def call_fields(item: Json) -> list[CallField]:
     """The places of an item that hold ids of calls, in order."""
     found = []
-    for call in listed(item.get("tool_calls")):
-        if isinstance(call, dict):
-            function = members(call.get("function"))
-            found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
-    for part in listed(item.get("content")):
-        kind = part.get("type") if isinstance(part, dict) else ""
-        if kind == "tool_use":
+    for call in filter(members, listed(item.get("tool_calls"))):
+        function = members(call.get("function"))
+        found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
+    for part in map(members, listed(item.get("content"))):
+        if part.get("type") == "tool_use":
             found.append(CallField(part, "id", part, canonical(part.get("input"))))
-        elif kind == "tool_result":
-            found.append(CallField(part, "tool_use_id", None, result_text(part.get("content"))))
+        elif part.get("type") == "tool_result":
+            found.append(CallField(part, "tool_use_id", None, canonical(part.get("content"))))
     if "tool_call_id" in item:
         found.append(CallField(item, "tool_call_id", item, ""))
     elif "call_id" in item:
@@ -2460,45 +2439,42 @@ def call_fields(item: Json) -> list[CallField]:
     return found
 
 
+def canonical(value: Any) -> str:
+    """A call's arguments, or a result, in one spelling: the server parses the ones, and joins the
+    texts of the others."""
+    if isinstance(value, list):
+        return "\n".join(map(canonical, value))
+    if members(value).get("type") == "text":
+        value = value.get("text")
+    if isinstance(value, str) and value[:1] == "{":
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(value))
+    return value if isinstance(value, str) else _sorted_json(value)
+
+
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
     """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
     there is anything but results of tools among it."""
-    fields = call_fields(turn.item or {})
-    said: list[Any] = [(plain(field.holder.get(field.key)), field.said) for field in fields]
+    item, content = turn.item or {}, turn.holder.get(turn.key)
+    said = [hash((plain(one.holder.get(one.key)), one.said)) for one in call_fields(item)]
     count = len(said)
-    content = turn.holder.get(turn.key)
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
-            said.append(_sorted_json(bare(part)))
-    if turn.role == "user" and "name" in (turn.item or {}):
-        said.append(str((turn.item or {})["name"]))
-    return [hash(one) for one in said], len(said) > count
-
-
-def canonical(arguments: Any) -> str:
-    """A call's arguments in one spelling: the server parses them."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return _sorted_json(json.loads(arguments))
-        return arguments
-    return _sorted_json(arguments)
-
-
-def result_text(content: Any) -> str:
-    """A tool's result; a text and a list of one text are the same."""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        texts.append(text if isinstance(text, str) else _sorted_json(text))
-    return "\n".join(texts)
+    for part in map(members, content if isinstance(content, list) else [content]):
+        if part and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
+            said.append(hash(_sorted_json(bare(part))))
+    if turn.role == "user" and "name" in item:
+        said.append(hash(str(item["name"])))
+    return said, len(said) > count
 
 
 def calls_of(turn: Turn) -> tuple[Call, ...]:
     """(id, name) of the calls or results in a turn, in order."""
-    calls = []
-    for holder, key, named, _ in call_fields(turn.item or {}):
-        calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
-    return tuple(calls)
+    fields = call_fields(turn.item or {})
+    return tuple(
+        [
+            (str(one.holder.get(one.key)), str(members(one.named).get("name") or ""))
+            for one in fields
+        ]
+    )
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
@@ -2532,33 +2508,30 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
 
 
 class Tools:
-    """The forms and orders in which tools were sent first. Bounded; safe for many threads."""
+    """The forms and the order in which tools were sent first. Bounded; safe for many threads."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+        self.ranks = itertools.count()
+        self.known: collections.OrderedDict[int, tuple[int, str]] = collections.OrderedDict()
         self.forms: dict[int, tuple[Any, dict[int, str]]] = {}  # see read()
 
-    def get(self, client: bytes, *key: Any) -> Any:
-        """What was put there by a client, or else by the warm-up; or None. It is used now."""
+    def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
+        """The rank and the form of a tool when a client, or else the warm-up, sent it first."""
+        places = [hash((client, name)) for client in (asker.client, ANYBODY.client)]
         with self.lock:
-            for place in (hash((client, *key)), hash((b"", *key))):
-                if place in self.entries:
-                    self.entries.move_to_end(place)
-                    return self.entries[place][0]
-        return None
-
-    def put(self, value: Any, size: int, *key: Any) -> None:
-        """Keep a value; what takes more than half of the room is not worth all the others."""
-        place = hash(key)
-        with self.lock:
-            self.size -= self.entries.pop(place, (None, 0))[1]
-            if size <= self.limit >> 1:
-                self.entries[place] = value, size
-                self.size += size
+            for place in places:
+                if place in self.known:
+                    self.known.move_to_end(place)
+                    return self.known[place]
+            new = next(self.ranks), form
+            if asker.learn and len(form) <= self.limit >> 1:
+                self.known[places[0]] = new
+                self.size += 300 + len(form)
             while self.size > self.limit:
-                self.size -= self.entries.popitem(last=False)[1][1]
+                self.size -= 300 + len(self.known.popitem(last=False)[1][1])
+        return new
 
     def read(self, tools: list[Json]) -> dict[int, str]:
         """The JSON of each tool, by a hash of what it says in whatever order of keys. Requests
@@ -2571,36 +2544,21 @@ class Tools:
                 remember(self.forms, id(tools), known, 16)
         return known[1]
 
-    def apply(self, view: View, asker: Asker, conversation: str, follows: bool) -> bool:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order; whether that changed anything. `follows`: the conversation goes on, so that
-        new tools go to the end."""
-        client, tools = asker.client, view.body.get("tools")
-        if not tools or not isinstance(tools, list):
-            return False
-        if not all(isinstance(tool, dict) for tool in tools):
+    def apply(self, view: View, asker: Asker) -> bool:
+        """Send tools in the form and order in which they were sent first, new ones at the end;
+        whether that changed anything. One that says something else is another one."""
+        tools = view.body.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return False
         forms = self.read(tools)
         if len(forms) != len(tools):
             return False  # one stands there twice
-        names = list(forms)
-        first = {name: self.get(client, "form", name) or form for name, form in forms.items()}
-        order = self.get(client, "order", frozenset(names))
-        if order is None:
-            order = (self.get(client, "talk", conversation) if follows else None) or []
-            added = forms.keys() - set(order)
-            gone = len(order) + len(added) > len(names)
-            order = names if gone else order + [name for name in names if name in added]
-        if order != names or first != forms:
-            view.body["tools"] = [json.loads(first[name]) for name in order]
-        if asker.learn:
-            for name, form in first.items():
-                if form is forms[name]:
-                    self.put(form, 300 + len(form), client, "form", name)
-            size = 200 + 40 * len(order)
-            self.put(order, size, client, "order", frozenset(names))
-            self.put(order, size, client, "talk", conversation)
-        return view.body["tools"] is not tools
+        first = sorted([self.first(asker, name, form) for name, form in forms.items()])
+        sent = [form for _, form in first]
+        if sent == list(forms.values()):
+            return False
+        view.body["tools"] = list(map(json.loads, sent))
+        return True
 
 
 # ==================================================================================================
@@ -5731,7 +5689,7 @@ class Warmup:
                 if view is None or counting:
                     raise ValueError(f"{key[:80]!r} is no head")
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, ANYBODY, replay.conversation(view), False)
+                    replay.tools.apply(view, ANYBODY)
                 self.keep(key, head)
         except FileNotFoundError:  # none yet, or none wanted
             pass
