@@ -1657,8 +1657,8 @@ class Stored(NamedTuple):
     whole: int
     blocks: tuple[Decoration, ...] = ()  # as they were sent
     came: tuple[Decoration, ...] = ()  # as the client had them last
-    turns: tuple[Turn, ...] | None = None
-    carriers: tuple[Turn, ...] = ()
+    turns: list[Turn] | None = None
+    carriers: list[Turn] = NO_TURNS
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
@@ -1724,7 +1724,7 @@ class Lines:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
         self.by_place: dict[int, list[Line]] = {}
-        self.used: collections.OrderedDict[int, Line] = collections.OrderedDict()
+        self.used: collections.OrderedDict[Line, None] = collections.OrderedDict()
 
     def at(self, place: int) -> list[Line]:
         """The lines that were there, the newest first."""
@@ -1741,16 +1741,17 @@ class Lines:
                 del lines[:-SAME_PLACE]
             self.size += size - line.size
             line.size = size
-            self.used[id(line)] = line
-            self.used.move_to_end(id(line))
+            self.used[line] = None
+            self.used.move_to_end(line)
         while self.size > self.limit and self.used:
-            self.drop(next(iter(self.used.values())))
+            self.drop(next(iter(self.used)))
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: Line | None) -> None:
         """Forget a line: its client's next request is read anew."""
         with self.lock:
-            if self.used.pop(id(line), None) is None:
+            if line is None or line not in self.used:
                 return
+            del self.used[line]
             self.size -= line.size
             line.record = None
         for place in line.places:
@@ -1793,7 +1794,6 @@ class Match(NamedTuple):
     record: Record | None = None
     line: Line | None = None
     answered: bool = False
-    outdated: tuple[Line, ...] = ()  # the client has changed what they hold
 
 
 @dataclasses.dataclass
@@ -1933,7 +1933,7 @@ class Replay:
         whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
         places = [place := hash((place, unit.words)) for unit in units]
-        match = self.find(history, places)
+        match = self.find(history, places, asker.learn)
         kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
@@ -1941,7 +1941,7 @@ class Replay:
             kept = [at for at in match.record.kept if at < match.depth]
             if restored_bytes([units[at] for at in kept]) > asker.size + SLACK:
                 if asker.learn:
-                    self.overflowed(Trace(line=match.line))
+                    self.lines.drop(match.line)
                 match, kept = Match(), []
         name = match.record.conversation if match.record else self.name(view, whose, units)
         trace = Trace(name, whose=whose)
@@ -1966,7 +1966,7 @@ class Replay:
             self.learn(trace, history, places, match)
         return trace
 
-    def find(self, history: History, places: list[int]) -> Match:
+    def find(self, history: History, places: list[int], learn: bool) -> Match:
         """The record that a request goes on from: the one that agrees the furthest.
 
         Where several agree and would send different text, nothing is restored from there on.
@@ -1991,10 +1991,12 @@ class Replay:
                     if evidence == 2 and depth < at:
                         edited.append((at, line))
         depth, evidence = best
-        outdated = tuple([line for at, line in edited if at > depth])
+        for at, line in edited:
+            if at > depth and learn:
+                self.lines.drop(line)  # the client has changed what it holds
         rivals = [one for one in found if one[0] in (best, (depth, 1))]
         if not depth or evidence == 1:
-            return Match(outdated=outdated)
+            return Match()
         _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
         for _, _, other in rivals:
@@ -2006,8 +2008,8 @@ class Replay:
         while 0 < common < len(units) and units[common].role != "assistant" and units[common].calls:
             common -= 1  # results go with their calls
         if not common:
-            return Match(outdated=outdated)
-        return Match(common, record, line, common == depth and evidence == 2, outdated)
+            return Match()
+        return Match(common, record, line, common == depth and evidence == 2)
 
     def drop_moved(self, history: History, report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
@@ -2053,16 +2055,8 @@ class Replay:
             trace.line = match.line  # it goes on; else it branches off
         if size <= self.lines.limit >> 1:
             self.lines.put(trace.line, record, places[len(units) - 1], size)
-        elif match.line is not None:
+        else:
             self.lines.drop(match.line)
-        for line in match.outdated:
-            if line is not trace.line:
-                self.lines.drop(line)
-
-    def overflowed(self, trace: Trace) -> None:
-        """The prompt is too long: a fresh start, without restored text."""
-        if trace.line is not None:
-            self.lines.drop(trace.line)
 
 
 def store(history: History, at: int, heard: bool) -> Stored:
@@ -2070,29 +2064,27 @@ def store(history: History, at: int, heard: bool) -> Stored:
     unit, first = history.units[at], history.units[history.first]
     old, came = unit.stored, tuple(unit.blocks())
     keep = at >= history.newest or unit is first  # they may have to be restored, though unchanged
-    if old is not None and old.whole == unit.whole:
-        changed = keep or old.blocks or old.inserted
-        return old if changed else old._replace(turns=None, carriers=())  # it is settled
-    turns: tuple[Turn, ...] | None = None
-    carriers: tuple[Turn, ...] = ()
-    by_user = unit.by_user()
-    private = old is not None or not PERSONAL.isdisjoint(unit.inserted)
-    if not private and not all(map(is_time, unit.inserted.values())):
-        private = sum([len(turn.text()) for turn in first.turns]) < ALIKE
+    if old is not None and old.whole != unit.whole:
+        return old._replace(whole=unit.whole, came=came, heard=heard, private=True)
     if old is not None:
-        turns, carriers = old.turns, old.carriers
-    elif unit.inserted or unit.dropped or ((by_user or unit.carriers) and (keep or came)):
-        turns = tuple([storable(turn) for turn in unit.turns]) if by_user else ()
-        carriers = tuple([storable(turn) for turn in unit.carriers])
+        settled = not (keep or old.blocks or old.inserted)
+        return old._replace(turns=None, carriers=NO_TURNS) if settled else old
+    private = not PERSONAL.isdisjoint(unit.inserted)
+    if not all(map(is_time, unit.inserted.values())):
+        private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
+    turns: list[Turn] | None = None
+    by_user = unit.by_user()
+    if unit.inserted or unit.dropped or ((by_user or unit.carriers) and (keep or came)):
+        turns = [storable(turn) for turn in unit.turns] if by_user else []
     return Stored(
         words=unit.words,
         whole=unit.whole,
-        blocks=old.blocks if old else came,
+        blocks=came,
         came=came,
         turns=turns,
-        carriers=carriers,
-        inserted=old.inserted if old else unit.inserted,
-        calls=old.calls if old else unit.calls,
+        carriers=[storable(turn) for turn in unit.carriers] if turns is not None else NO_TURNS,
+        inserted=unit.inserted,
+        calls=unit.calls,
         heard=heard,
         private=private,
     )
@@ -2177,7 +2169,7 @@ def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
     for stored, unit in [(unit.stored, unit) for unit in units]:
-        if stored is not None and stored.turns is not None and stored.turns != tuple(unit.turns):
+        if stored is not None and stored.turns is not None and stored.turns != unit.turns:
             added += sum([len(turn.json()) for turn in stored.turns + stored.carriers])
             added -= sum([len(turn.json()) for turn in unit.turns + unit.carriers])
     return added
@@ -2189,11 +2181,11 @@ def restore(unit: Unit, stored: Stored) -> bool:
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
-    turns = list(stored.turns) if unit.by_user() else unit.turns
+    turns = stored.turns if unit.by_user() else unit.turns
     came = [storable(turn).item for turn in unit.turns + unit.carriers]
-    if came == [turn.item for turn in [*turns, *stored.carriers]]:
+    if came == [turn.item for turn in turns + stored.carriers]:
         return changed
-    unit.turns, unit.carriers = turns, list(stored.carriers)
+    unit.turns, unit.carriers = list(turns), list(stored.carriers)
     return True
 
 
@@ -4993,7 +4985,7 @@ class Proxy:
         if exchange.status >= 400:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
-            self.replay.overflowed(exchange.trace)
+            self.replay.lines.drop(exchange.trace.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
         if re.match("/v1/v1/", exchange.request.path):
             exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"

@@ -5059,7 +5059,7 @@ def test_replay_many_carriers_cost_little() -> None:
 
 def rp_held(lines: Any) -> int:
     """Bytes of the lines that are kept; their books must agree."""
-    kept = list(lines.used.values())
+    kept = list(lines.used)
     places = {place for line in kept for place in line.places}
     assert lines.by_place.keys() <= places
     assert all(line in kept for found in lines.by_place.values() for line in found)
@@ -5224,7 +5224,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
         for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
             desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
             turns += [("user", newest.rpartition("\n")[2]), ("assistant", "ok")]
-        desk.replay.lines.drop(next(iter(desk.replay.lines.used.values())))
+        desk.replay.lines.drop(next(iter(desk.replay.lines.used)))
         most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
 
