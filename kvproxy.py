@@ -1580,7 +1580,6 @@ class Said(NamedTuple):
 
 
 SILENT = Said(0, 0)
-NO_TURNS: list[Turn] = []
 NOTHING: dict[str, str] = {}
 
 
@@ -1588,21 +1587,20 @@ class Unit:
     """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
     unit of a request has only carriers: those in front of everything else."""
 
-    carriers: list[Turn] = NO_TURNS
     inserted = NOTHING  # what kvproxy set down in it, by label
     dropped = False  # a carrier of it is not sent
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
-        self.turns = turns
-        self.said = said  # of its turns, then of its carriers
+        self.turns = turns  # and carriers
+        self.said = said
         self.stored: Stored | None = None  # as it was sent before
         first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls
 
     def complete(self) -> None:
         """Sum up what it says. The results of a batch say the same in any order."""
-        if len(self.turns) == len(self.said) == 1:
+        if len(self.said) == 1 and not self.said[0].carrier:
             return
         words = [one.words for one in self.said if one.words and not one.carrier]
         if len(words) > 1:
@@ -1622,6 +1620,10 @@ class Unit:
         """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
         item = self.turns[0].item if self.turns else None
         return self.role == "user" or (item is not None and item.get("role") == "user")
+
+    def fixed(self) -> int:
+        """How many of its turns are never restored: answers and results, but not the carriers."""
+        return 0 if self.by_user() else sum([not one.carrier for one in self.said])
 
     @functools.cached_property
     def spoken(self) -> tuple[str, frozenset[str]]:
@@ -1647,18 +1649,21 @@ class History:
                     break
             elif not self.target and units[at].speaks():
                 self.target = at
+        behind = [block for unit in units[self.last :] for block in unit.blocks()]
+        self.moved = MOVED.intersection(
+            kinds_of(behind)
+        )  # kinds of carriers behind the last answer
 
 
 class Stored(NamedTuple):
-    """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
-    be restored later; where `turns` is None, the client's own are sent."""
+    """A unit as it was forwarded. Turns (those that are not fixed) are kept only where they differ
+    from the client's, or may be restored later; where there are None, the client's own are sent."""
 
     words: int
     whole: int
     blocks: tuple[Decoration, ...] = ()  # as they were sent
     came: tuple[Decoration, ...] = ()  # as the client had them last
     turns: list[Turn] | None = None
-    carriers: list[Turn] = NO_TURNS
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
@@ -1666,8 +1671,7 @@ class Stored(NamedTuple):
 
     def form(self) -> object:
         """What is restored, so that two records can be compared."""
-        turns = self.turns and [turn.json() for turn in self.turns]
-        return turns, [turn.json() for turn in self.carriers], self.calls
+        return [turn.json() for turn in self.turns or ()], self.calls
 
 
 class Heard(NamedTuple):
@@ -1767,11 +1771,11 @@ def answered_carriers(unit: Unit) -> list[Unit]:
     """Take the carriers of a unit away, as units of their own in which somebody speaks: nothing but
     decorations was said, and answered."""
     units = []
-    for turn, said in zip(unit.carriers, unit.said[len(unit.turns) :], strict=True):
+    while unit.said and unit.said[-1].carrier:
+        said = unit.said.pop()
         said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-        units.append(Unit("user", [turn], [said]))
-    unit.carriers, unit.said = NO_TURNS, unit.said[: len(unit.turns)]
-    return units
+        units.append(Unit("user", [unit.turns.pop()], [said]))
+    return units[::-1]
 
 
 class Asker(NamedTuple):
@@ -1883,19 +1887,16 @@ class Replay:
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
             said = SILENT if turn is None else turn.said or self.said(turn)
-            if turn is not None and said.carrier:
-                unit.carriers = unit.carriers or []
-                unit.carriers.append(turn)
-                unit.said.append(said)
-            elif turn is not None and unit.role == role != "user" and not unit.carriers:
+            carried = bool(unit.said) and unit.said[-1].carrier
+            if turn is not None and (said.carrier or (unit.role == role != "user" and not carried)):
                 unit.turns.append(turn)
                 unit.said.append(said)
-            else:
-                if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
-                    units += answered_carriers(unit)
-                unit.complete()
-                if turn is not None:
-                    units.append(unit := Unit(role, [turn], [said]))
+                continue
+            if carried and role == "assistant" and unit.role in ("assistant", "head"):
+                units += answered_carriers(unit)
+            unit.complete()
+            if turn is not None:
+                units.append(unit := Unit(role, [turn], [said]))
         return units
 
     # --- names of conversations -------------------------------------------------------------------
@@ -1960,8 +1961,6 @@ class Replay:
         view.turns = view.turns[: view.leading()]
         for unit in units:
             view.turns += unit.turns
-            if unit.carriers:
-                view.turns += unit.carriers
         if asker.learn:
             self.learn(trace, history, places, match)
         return trace
@@ -2014,20 +2013,20 @@ class Replay:
     def drop_moved(self, history: History, report: Report) -> None:
         """Take out a carrier behind the last answer that says what the newest one of its kind
         before it said: OpenClaw moves such carriers along."""
+        if not (history.last and history.moved):
+            return
         standing: dict[str, str] = {}
         for at, unit in enumerate(history.units):
-            if not unit.carriers:
-                continue
-            kept = []
-            for carrier in unit.carriers:
-                kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
-                if kind in MOVED and 0 < history.last <= at and standing.get(kind) == text:
-                    report.dropped += 1
-                    unit.dropped = True
+            for turn in list(unit.turns):
+                said = self.said(turn)
+                if not said.carrier:
                     continue
+                kind, text = said.blocks[0][0], turn.text().strip()
+                if kind in MOVED and at >= history.last and standing.get(kind) == text:
+                    unit.turns.remove(turn)
+                    unit.dropped = True
+                    report.dropped += 1
                 standing[kind] = text
-                kept.append(carrier)
-            unit.carriers = kept
 
     def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -2048,7 +2047,7 @@ class Replay:
             record.units.append(stored)
             if stored.turns is not None:
                 record.kept.append(at)
-                size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
+                size += 3 * sum([len(turn.json()) for turn in stored.turns])
         trace.line = Line()
         whole = match.record is not None and match.depth == len(match.record.units)
         if whole and match.line is not None and match.line.record is match.record:
@@ -2068,21 +2067,18 @@ def store(history: History, at: int, heard: bool) -> Stored:
         return old._replace(whole=unit.whole, came=came, heard=heard, private=True)
     if old is not None:
         settled = not (keep or old.blocks or old.inserted)
-        return old._replace(turns=None, carriers=NO_TURNS) if settled else old
+        return old._replace(turns=None) if settled else old
     private = not PERSONAL.isdisjoint(unit.inserted)
     if not all(map(is_time, unit.inserted.values())):
         private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
-    turns: list[Turn] | None = None
-    by_user = unit.by_user()
-    if unit.inserted or unit.dropped or ((by_user or unit.carriers) and (keep or came)):
-        turns = [storable(turn) for turn in unit.turns] if by_user else []
+    turns = [storable(turn) for turn in unit.turns[unit.fixed() :]]
+    restorable = unit.inserted or unit.dropped or (turns and (keep or came))
     return Stored(
         words=unit.words,
         whole=unit.whole,
         blocks=came,
         came=came,
-        turns=turns,
-        carriers=[storable(turn) for turn in unit.carriers] if turns is not None else NO_TURNS,
+        turns=turns if restorable else None,
         inserted=unit.inserted,
         calls=unit.calls,
         heard=heard,
@@ -2133,9 +2129,7 @@ def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
         return False  # once history, it has been settled
     if place < history.newest:
         return True
-    behind = [said for unit in history.units[history.last :] for said in unit.said]
-    moved = MOVED.intersection(kind for said in behind for kind, _ in said.blocks)
-    return all(kind in moved for kind, text in stored.blocks if text in sent - mine)
+    return all(kind in history.moved for kind, text in stored.blocks if text in sent - mine)
 
 
 def rewritten(history: History, stored: Stored) -> bool:
@@ -2168,10 +2162,10 @@ def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
 def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
-    for stored, unit in [(unit.stored, unit) for unit in units]:
-        if stored is not None and stored.turns is not None and stored.turns != unit.turns:
-            added += sum([len(turn.json()) for turn in stored.turns + stored.carriers])
-            added -= sum([len(turn.json()) for turn in unit.turns + unit.carriers])
+    for unit in units:
+        if unit.stored is not None and unit.stored.turns is not None:
+            added += sum([len(turn.json()) for turn in unit.stored.turns])
+            added -= sum([len(turn.json()) for turn in unit.turns[unit.fixed() :]])
     return added
 
 
@@ -2181,11 +2175,11 @@ def restore(unit: Unit, stored: Stored) -> bool:
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
-    turns = stored.turns if unit.by_user() else unit.turns
-    came = [storable(turn).item for turn in unit.turns + unit.carriers]
-    if came == [turn.item for turn in turns + stored.carriers]:
+    fixed = unit.fixed()
+    came = [storable(turn).item for turn in unit.turns[fixed:]]
+    if came == [turn.item for turn in stored.turns]:
         return changed
-    unit.turns, unit.carriers = list(turns), list(stored.carriers)
+    unit.turns[fixed:] = stored.turns
     return True
 
 
@@ -2477,21 +2471,22 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
         return False
     rank = {ident: place for place, ident in enumerate(spelled)}
+    last = len(rank)
     turns = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
         fields = call_fields(item)
         for holder, key, named, _ in fields:
-            holder[key], name = spelled[plain(holder[key])]
+            holder[key], name = spelled[plain(str(holder.get(key)))]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
                 if name:
                     named["name"] = name
         parts = listed(item.get("content"))
-        parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), len(rank)))
+        parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), last))
         turns.append(turn_of(item) if fields else turn)
     if unit.role == "tool":
-        turns.sort(key=lambda turn: min([rank[plain(ident)] for ident, _ in calls_of(turn)] or [0]))
+        turns.sort(key=lambda turn: min([last, *[rank[plain(one)] for one, _ in calls_of(turn)]]))
     unit.turns = turns
     return True
 
