@@ -1600,13 +1600,12 @@ class Unit:
 
     def complete(self) -> None:
         """Sum up what it says. The results of a batch say the same in any order."""
-        if len(self.said) == 1 and not self.said[0].carrier:
-            return
         words = [one.words for one in self.said if one.words and not one.carrier]
         if len(words) > 1:
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
-        self.whole = hash((self.role, *[one.whole for one in self.said])) if self.said else 0
+        whole = [one.whole for one in self.said]
+        self.whole = whole[0] if len(whole) == 1 else hash((self.role, *whole))
         self.calls = tuple([call for one in self.said for call in one.calls])
 
     def blocks(self) -> list[Decoration]:
@@ -1884,19 +1883,22 @@ class Replay:
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         units = [unit := Unit("head", [], [])]
+        grown = carried = False  # the unit has more than its first turn, and ends with a carrier
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
             said = SILENT if turn is None else turn.said or self.said(turn)
-            carried = bool(unit.said) and unit.said[-1].carrier
-            if turn is not None and (said.carrier or (unit.role == role != "user" and not carried)):
-                unit.turns.append(turn)
+            if said.carrier or (turn and unit.role == role != "user" and not carried):
+                unit.turns.append(cast(Turn, turn))
                 unit.said.append(said)
+                grown, carried = True, said.carrier
                 continue
             if carried and role == "assistant" and unit.role in ("assistant", "head"):
                 units += answered_carriers(unit)
-            unit.complete()
-            if turn is not None:
+            if grown:
+                unit.complete()
+            if turn:
                 units.append(unit := Unit(role, [turn], [said]))
+                grown = carried = False
         return units
 
     # --- names of conversations -------------------------------------------------------------------
