@@ -1185,7 +1185,6 @@ LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status,
     r"|(?=[a-f]*\d)[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
 LEARNED = "learned: "  # begins the labels of what was seen to vary
-BLOCK = LEARNED + "block "
 LEARNED_SHAPES = 64
 LEARNED_BLOCK = 4096  # characters
 LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
@@ -1202,7 +1201,7 @@ class Shape(NamedTuple):
     def name(self) -> str:
         if self.form:
             return f"{LEARNED}{self.form.strip()}"
-        return f"{BLOCK}between {self.after!r} and {self.before!r}"
+        return f"{LEARNED}block between {self.after!r} and {self.before!r}"
 
     def pattern(self) -> str:
         """A LIFT_REGEX for it."""
@@ -1321,11 +1320,11 @@ class Learner:
                     self.news.append(shape)
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
-    def read(self, rest: str) -> bool:
+    def read(self, rest: str) -> None:
         """Compare a system text, after all lifts, with the closest one before it, and learn what
-        varies; whether something was learned."""
+        varies."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
-            return False
+            return
         mine, others = lines_of(rest), list(self.texts.values())
         own = set(mine)
         closest = max(others, key=lambda lines: len(own.intersection(lines)), default=[])
@@ -1344,7 +1343,6 @@ class Learner:
             more = [shape.row() for shape in found if shape in self.shapes]
             known = [lift_text(text, more)[0] for text in known]  # they differ no more
         self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
-        return bool(found)
 
     def judge(self, change: Change, lines: list[str]) -> list[Shape]:
         """What of a change varies, as far as one can know by now: values that vary by themselves,
@@ -1407,19 +1405,17 @@ class Lifter:
         return known
 
     def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
-        """The system texts of a conversation, each cut. While its old rows lead to the prompt that
-        was sent before, a running conversation keeps those that it began with; else it is read
-        anew anyway, and gets all that was learned, also from these very texts."""
+        """The system texts of a conversation, each cut. While the rows that it began with lead to
+        the prompt that was sent before, it keeps them; else it is read anew anyway, and gets all
+        that was learned, also from these very texts."""
         rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
         cut = [self.cut(text, rows) for text in texts]
-        if not self.learns or sent == hash(tuple([rest for rest, _ in cut])):
-            return cut
-        if rows is not self.learner.rows:
-            cut = [self.cut(text, self.learner.rows) for text in texts]
-        if any([self.learner.read(rest) for rest, _ in cut]):  # noqa: C419 - each of them is read
-            cut = [self.cut(text, self.learner.rows) for text in texts]
-        left = hash(tuple([rest for rest, _ in cut]))
-        remember(self.begun, conversation, (self.learner.rows, left))
+        if self.learns and sent != hash(tuple([rest for rest, _ in cut])):
+            for text in texts:
+                self.learner.read(self.cut(text, self.learner.rows)[0])
+            rows = self.learner.rows
+            cut = [self.cut(text, rows) for text in texts]
+            remember(self.begun, conversation, (rows, hash(tuple([rest for rest, _ in cut]))))
         return cut
 
     def lift(self, view: View, conversation: int) -> list[Lifted]:
@@ -1729,10 +1725,6 @@ class Lines:
         self.by_place: dict[int, list[Line]] = {}
         self.used: collections.OrderedDict[Line, None] = collections.OrderedDict()
 
-    def at(self, place: int) -> list[Line]:
-        """The lines that were there, the newest first."""
-        return self.by_place.get(place, [])[::-1]
-
     def put(self, line: Line, record: Record, place: int, size: int) -> None:
         """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
         with self.lock:
@@ -1981,7 +1973,7 @@ class Replay:
                 break
             if units[at].role != "assistant":
                 continue
-            for line in self.lines.at(places[at - 1]):
+            for line in self.lines.by_place.get(places[at - 1], [])[::-1]:  # the newest first
                 record = line.record
                 if record is not None and len(found) < MOST_COMPARED:
                     evidence = agreement(record, units[at], at)
@@ -2152,7 +2144,7 @@ def rewritten(history: History, stored: Stored) -> bool:
         heading = old.splitlines()[1:2]  # behind the tag
         changed = set(old.splitlines()) ^ set(now.splitlines())
         newer = rivals if kind == "environment" else says_anew([*heading, *changed], rivals)
-        if kind not in REWRITABLE or newer or withdraws(old, now, about):
+        if kind not in REWRITABLE or newer or withdraws(old, now):
             return False
     return True
 
@@ -2195,7 +2187,6 @@ def storable(turn: Turn) -> Turn:
 
 # --- lifted text ----------------------------------------------------------------------------------
 
-LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 MESSAGE_TIME = re.compile(
     r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
@@ -2222,23 +2213,18 @@ def about(line: str) -> str:
     return label.strip() if colon else ANY_NUMBER.sub("", line).strip()
 
 
-def about_block(line: str) -> str | None:
-    """about() for a block that was seen to vary: what has no colon may say anything, and lines of
-    listings come and go."""
-    if LISTING.match(line):
-        return None
-    label, colon, _ = form_of(line).partition(":")
-    return label if colon else ""
-
-
-def withdraws(before: str, after: str, label: Callable[[str], str | None]) -> bool:
-    """Whether a text has nothing in the place of a line that it had: what was withdrawn may not
-    stand on."""
+def withdraws(before: str, after: str) -> bool:
+    """Whether a text has nothing in the place of a line that it had, which then may not stand
+    on."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    gone = collections.Counter(map(label, (old - new).elements()))
-    gone.subtract(map(label, (new - old).elements()))
-    del gone[None]
-    return any(count > 0 for count in gone.values())
+    gone = collections.Counter(map(about, (old - new).elements()))
+    return not gone <= collections.Counter(map(about, (new - old).elements()))
+
+
+def labels_of(text: str) -> set[str]:
+    """What stands before the colons of its lines."""
+    forms = map(form_of, text.splitlines())
+    return {form.partition(":")[0] for form in forms if ":" in form}
 
 
 def settle_insertions(
@@ -2268,7 +2254,8 @@ def settle_insertions(
     gone = [
         since[label]
         for label, text in standing.items()
-        if label not in wanted or (BLOCK in label and withdraws(text, wanted[label], about_block))
+        if label not in wanted
+        or (label.startswith(LEARNED) and labels_of(text) - labels_of(wanted[label]))
     ]
     if gone:
         return settle_insertions(history, min(gone), kept, lifted)

@@ -4573,7 +4573,7 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
 ])  # fmt: skip
 def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
-    assert kvproxy.withdraws(before, after, kvproxy.about) == withdrawn
+    assert kvproxy.withdraws(before, after) == withdrawn
 
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
