@@ -991,10 +991,8 @@ Piece = tuple[list[Span], str]  # what one row found: where it stands, and what 
 
 
 class Lift(NamedTuple):
-    """Something that a client writes into its system prompt and that varies.
-
-    A row counts only where it finds one piece outside of fences, or one that fills its fence: a
-    second one is an example, or a text about the first."""
+    """Something that a client writes into its system prompt and that varies. A row counts only
+    where it finds one piece outside of fences, or one that fills its fence."""
 
     label: str  # a short name that stays the same: who writes it, and what it is
     find: Callable[[str], Iterable[Piece]]
@@ -1126,8 +1124,7 @@ FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
 
 
 def fences(text: str) -> list[tuple[int, int, int]]:
-    """Where a text's fenced blocks begin and end, and how many characters each holds. One that is
-    never closed is none: most likely its opening is the end of one that held another."""
+    """Where a text's fenced blocks begin and end, and how many characters each holds."""
     found: list[tuple[int, int, int]] = []
     opening: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
@@ -1191,8 +1188,8 @@ LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compa
 
 
 class Shape(NamedTuple):
-    """Something in system prompts that was seen to vary: a sentence or line of this form (values
-    are `#`), or else whatever stands between two lines that stay."""
+    """What was seen to vary: a sentence or line of this form (values are `#`), or else whatever
+    stands between two lines."""
 
     form: str = ""
     after: str = ""
@@ -1292,8 +1289,7 @@ def changes(old: list[str], new: list[str]) -> Iterator[Change]:
 
 
 class Learner:
-    """Finds what varies in system prompts by comparing each new one with the closest before it.
-    Safe to use from many threads."""
+    """Finds what varies in system prompts by comparing each with the closest before it."""
 
     def __init__(self, rows: tuple[Lift, ...]) -> None:
         self.table = self.rows = rows
@@ -1321,8 +1317,7 @@ class Learner:
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
     def read(self, rest: str) -> None:
-        """Compare a system text, after all lifts, with the closest one before it, and learn what
-        varies."""
+        """Learn what varies between a system text, after all lifts, and the closest before it."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
             return
         mine, others = lines_of(rest), list(self.texts.values())
@@ -1345,8 +1340,8 @@ class Learner:
         self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
 
     def judge(self, change: Change, lines: list[str]) -> list[Shape]:
-        """What of a change varies, as far as one can know by now: values that vary by themselves,
-        and listings, at once; numbers, and blocks of any kind, when they had three values."""
+        """What of a change varies: values that do by themselves, and listings, are known at once;
+        numbers, and blocks of any kind, when they had three values."""
         pairs: list[tuple[str, str]] = []
         if len(change.gone) == len(change.new):
             pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
@@ -1370,8 +1365,7 @@ class Learner:
         return len(values) > 2
 
     def borders(self, change: Change, lines: list[str]) -> Shape | None:
-        """The block that a change is in: between two lines that stand once, outside of a listing.
-        None if that is larger than a block may be."""
+        """The block that a change is in, between two lines that stand once, outside of a listing."""
         counts = collections.Counter(lines)
         start = lines.index(change.after) if change.after else -1
         end = lines.index(change.before) if change.before else len(lines)
@@ -1385,8 +1379,7 @@ class Learner:
 
 
 class Lifter:
-    """Cuts volatile texts out of system prompts: what the table and the user name, and what was
-    seen to vary. Safe to use from many threads."""
+    """Cuts volatile texts out of system prompts: by the table, by LIFT_REGEX, by what it learns."""
 
     def __init__(self, config: Config) -> None:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
@@ -1405,9 +1398,8 @@ class Lifter:
         return known
 
     def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
-        """The system texts of a conversation, each cut. While the rows that it began with lead to
-        the prompt that was sent before, it keeps them; else it is read anew anyway, and gets all
-        that was learned, also from these very texts."""
+        """The system texts of a conversation, each cut. It keeps the rows that it began with while
+        they lead to the prompt that was sent before; else it is read anew anyway."""
         rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
         cut = [self.cut(text, rows) for text in texts]
         if self.learns and sent != hash(tuple([rest for rest, _ in cut])):
@@ -1419,8 +1411,7 @@ class Lifter:
         return cut
 
     def lift(self, view: View, conversation: int) -> list[Lifted]:
-        """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
-        `conversation`: a hash of the client and the first user's words."""
+        """Cut volatile texts out of the system prompt, in place, and return them, where it pays."""
         if not pays(view):
             return []
         turns = [turn for turn in view.system() if turn.slots()]
@@ -1474,8 +1465,7 @@ Decoration = tuple[str, str]  # kind, text
 
 
 def undress(text: str) -> tuple[list[Decoration], str]:
-    """The decorations at both ends of a user text, and what stands between them. Raises
-    Unreadable."""
+    """The decorations at both ends of a user text, and what stands between them."""
     leads = lead(text)
     found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
     start = leads[-1].end if leads else 0
@@ -1533,8 +1523,8 @@ def program_tail(text: str) -> re.Match[str] | None:
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() that takes what looks like a program's own for decorations as well. The kind is
-    program, or tagged where a message of nothing else is most likely no person's."""
+    """undress() that takes what a program may have written for a decoration as well: tagged where
+    a message of nothing else is most likely no person's."""
     found: list[Decoration] = []
     while True:
         words = text.strip()
@@ -1651,8 +1641,8 @@ class History:
 
 
 class Stored(NamedTuple):
-    """A unit as it was forwarded. Turns (those that are not fixed) are kept only where they differ
-    from the client's, or may be restored later; where there are None, the client's own are sent."""
+    """A unit as it was forwarded. Turns (but fixed ones) are kept only where they differ from the
+    client's, or may be restored later."""
 
     words: int
     whole: int
@@ -1716,8 +1706,8 @@ class Line:
 
 
 class Lines:
-    """Lines by the places in histories where their requests ended. Bounded, the least recently used
-    go first. The lock is held for single steps, not for work that grows with a request."""
+    """Lines by the places in histories where their requests ended; the least recently used go
+    first. The lock is held for single steps, not for work that grows with a request."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -1759,8 +1749,7 @@ class Lines:
 
 
 def answered_carriers(unit: Unit) -> list[Unit]:
-    """Take the carriers of a unit away, as units of their own in which somebody speaks: nothing but
-    decorations was said, and answered."""
+    """The carriers of a unit as units of their own: nothing else was said, and answered."""
     units = []
     while unit.said and unit.said[-1].carrier:
         said = unit.said.pop()
@@ -1770,8 +1759,7 @@ def answered_carriers(unit: Unit) -> list[Unit]:
 
 
 class Asker(NamedTuple):
-    """Whose request it is, and how many bytes it has. One that only counts tokens teaches
-    nothing."""
+    """Whose request it is, its bytes, and whether it teaches anything: a count of tokens does not."""
 
     client: bytes = b""
     size: int = 1 << 62
@@ -1782,8 +1770,8 @@ ANYBODY = Asker()
 
 
 class Match(NamedTuple):
-    """The record that a request goes on from, and how many units they have in common.
-    `answered`: the unit behind those is an answer that the server was heard to give."""
+    """The record that a request goes on from, and how many units they have in common; whether the
+    one behind is an answer that the server was heard to give."""
 
     depth: int = 0
     record: Record | None = None
@@ -1802,8 +1790,8 @@ class Trace:
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history, and sets down what was
-    lifted. One per Proxy; safe to use from many threads. Nothing of one client reaches another."""
+    """Restores what a client took out of its history, and sets down what was lifted. Safe to use
+    from many threads; nothing of one client reaches another."""
 
     def __init__(self, config: Config) -> None:
         self.lines = Lines(config.replay_mb << 20)
@@ -1818,8 +1806,8 @@ class Replay:
         return self.lines.size + self.tools.size
 
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
-        """Whether a system message behind the first user text was seen to stay in a history before
-        this conversation began. A running conversation keeps what was decided when it began."""
+        """Whether a system message behind the first user text was seen to stay in a history, before
+        this conversation began."""
         first = next((one for one in view.turns if one.role == "user"), turn)
         seen = hash((client, view.dialect.name, turn.text()))
         begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
@@ -1896,22 +1884,19 @@ class Replay:
     # --- names of conversations -------------------------------------------------------------------
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
-        """A name for what a conversation's requests have in common: system prompt and the first
-        user's words. It is the same in every process."""
+        """A conversation's name, from its system prompt and the first user's words."""
         units = units or self.units(view)
         first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
         return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
 
     def name(self, view: View, whose: int, units: list[Unit]) -> str:
-        """The conversation() of a request; one whose beginning was rewritten is known by the first
-        answer that it has."""
+        """conversation(), but one whose beginning was rewritten is known by its first answer."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
         known = self.names.get(hash((whose, *first.spoken))) if first is not None else None
         return known or self.conversation(view, units)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to, unless others may get the same: a few
-        words, or calls with ids that are names and numbers."""
+        """Note which conversation an answer belongs to, unless others may get the same."""
         random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
         if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
             key = hash((trace.whose, answer.opening, answer.calls))
@@ -1922,8 +1907,7 @@ class Replay:
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, drop carriers that stand there already, set lifted text down: in
-        place."""
+        """Restore history, set lifted text down, drop carriers that stand there already."""
         units = history.units
         whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
@@ -1960,10 +1944,8 @@ class Replay:
         return trace
 
     def find(self, history: History, places: list[int], learn: bool) -> Match:
-        """The record that a request goes on from: the one that agrees the furthest.
-
-        Where several agree and would send different text, nothing is restored from there on.
-        """
+        """The record that agrees the furthest. Where several do, and would send different text,
+        nothing is restored from there on."""
         units = history.units
         best = (0, 0)
         found: list[tuple[tuple[int, int], Line, Record]] = []
@@ -2005,8 +1987,8 @@ class Replay:
         return Match(common, record, line, common == depth and evidence == 2)
 
     def drop_moved(self, history: History, report: Report) -> None:
-        """Take out a carrier behind the last answer that says what the newest one of its kind
-        before it said: OpenClaw moves such carriers along."""
+        """Take out a carrier behind the last answer that says what the one of its kind before it
+        says: OpenClaw moves them along."""
         if not (history.last and history.moved):
             return
         standing: dict[str, str] = {}
@@ -2081,9 +2063,8 @@ def store(history: History, at: int, heard: bool) -> Stored:
 
 
 def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
-    """How many units of a request, of those before its answer at `at`, a record can restore.
-    `evidence`: see agreement(). Where that answer was not heard, only units that came as they came
-    before are known, unless what was sent is private."""
+    """How many units before the answer at `at` a record can restore. Without evidence, see
+    agreement(), only those that came as they came before, unless what was sent is private."""
     heard, end = 0, at
     for place, stored in enumerate(record.units[:at]):
         unit = history.units[place]
@@ -2102,11 +2083,9 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
 
 
 def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
-    """Whether a unit is what was sent, with its decorations left as they were, taken out at the
-    moment when it stopped being the newest, or rewritten in the first message.
-
-    `newest` is where the new part of the record began.
-    """
+    """Whether a unit is what was sent, with its decorations left as they were, taken out when it
+    stopped being the newest, or rewritten in the first message. What was new in the record began
+    behind the place `newest`."""
     blocks = history.units[place].blocks()
     mine = collections.Counter([text for _, text in blocks])
     sent = collections.Counter([text for _, text in stored.blocks])
@@ -2127,9 +2106,8 @@ def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
 
 
 def rewritten(history: History, stored: Stored) -> bool:
-    """Whether the first message has other texts in blocks that clients rewrite there, which can be
-    set down elsewhere: nothing was withdrawn, nobody's words are among them, and no later message
-    says something of the kind, which would then be older."""
+    """Whether the first message has blocks with other texts, which can be set down elsewhere:
+    nothing was withdrawn, nobody's words are among them, no later message says something newer."""
     blocks, before = history.units[history.first].blocks(), stored.came
     if kinds_of(blocks) != kinds_of(before):
         return False
@@ -2164,8 +2142,7 @@ def restored_bytes(units: list[Unit]) -> int:
 
 
 def restore(unit: Unit, stored: Stored) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything. Answers and results
-    stay as the client has them now, but for ids, names and order."""
+    """Put a unit's stored form in its place; whether that changed anything."""
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
@@ -2214,8 +2191,7 @@ def about(line: str) -> str:
 
 
 def withdraws(before: str, after: str) -> bool:
-    """Whether a text has nothing in the place of a line that it had, which then may not stand
-    on."""
+    """Whether a text has nothing in the place of a line that it had, which may not stand on."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
     gone = collections.Counter(map(about, (old - new).elements()))
     return not gone <= collections.Counter(map(about, (new - old).elements()))
@@ -2230,13 +2206,12 @@ def labels_of(text: str) -> set[str]:
 def settle_insertions(
     history: History, depth: int, kept: list[int], lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """What has to be set down in the newest user turn, by label, so that the newest value of each
-    stands last; and how many of the `depth` units may be restored for that.
+    """How many of the `depth` units may be restored, and what has then to be set down, by label, so
+    that the newest value of each stands last.
 
-    What the client no longer has must not stand on: the units from the one that holds it on go in
-    the client's form. So does the newest user turn when answers stand behind it already (a tool
-    loop) and something new has to be set down; only a clock time may wait for the next one.
-    `kept`: the places where something may have been set down.
+    What the client no longer has must not stand on: from the unit that holds it on, its own form
+    goes. So does the newest user turn if answers stand behind it (a tool loop) and something new
+    has to be set down; only a clock time may wait. `kept`: places where something may stand.
     """
     wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
     first = history.units[history.first]
@@ -2270,8 +2245,8 @@ def settle_insertions(
 
 def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
     """Put texts in front of what is said in the newest user turn; where nothing of the prompt has
-    been read, in the first one, because all that is said later may be newer. For the same reason
-    in front of a decoration that says something of the kind."""
+    been read, in the first one. What is said behind them may be newer: so they stand in front of a
+    decoration that says something of the kind."""
     place = next(at for at, unit in enumerate(history.units) if unit.speaks())
     if depth > place or not PERSONAL.isdisjoint(pending):
         place = history.target
@@ -2358,9 +2333,8 @@ def letters(text: str) -> str:
 
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
-    """Whether an assistant's turn is the answer that the server was heard to give when a record had
-    `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
-    beginning or its end. 2: yes, 0: no, 1: the answer could not be read."""
+    """Whether a unit is the answer that the server was heard to give behind the first `at` units of
+    a record: 2: yes, 0: no, 1: it could not be read. A long one is known by its beginning or end."""
     if len(record.units) > at:
         return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
     answer = record.heard()
@@ -2415,8 +2389,7 @@ def call_fields(item: Json) -> list[CallField]:
 
 
 def canonical(value: Any) -> str:
-    """A call's arguments, or a result, in one spelling: the server parses the ones, and joins the
-    texts of the others."""
+    """A call's arguments, or a result, in one spelling."""
     if isinstance(value, list):
         return "\n".join(map(canonical, value))
     if members(value).get("type") == "text":
@@ -2428,8 +2401,8 @@ def canonical(value: Any) -> str:
 
 
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
-    """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
-    there is anything but results of tools among it."""
+    """Hashes of what a turn says beside its texts, and whether more than calls or results is among
+    it: images, a name."""
     item, content = turn.item or {}, turn.holder.get(turn.key)
     said = [hash((plain(one.holder.get(one.key)), one.said)) for one in call_fields(item)]
     count = len(said)
@@ -2453,8 +2426,7 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
-    """Give calls or results the ids, names and order in which they were sent first; whether that
-    changed anything."""
+    """Give calls or results the ids, names and order of the first time; whether that changed them."""
     spelled = {plain(ident): (ident, name) for ident, name in first}
     mine = sorted([plain(ident) for ident, _ in unit.calls])
     if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
@@ -2510,8 +2482,7 @@ class Tools:
         return new
 
     def read(self, tools: list[Json]) -> dict[int, str]:
-        """The JSON of each tool, by a hash of what it says in whatever order of keys. Requests
-        share the list where the Reader knows it."""
+        """The JSON of each tool, by a hash of what it says; the Reader's lists are shared."""
         known = self.forms.get(id(tools))
         if known is None or known[0] is not tools:
             bared = map(bare, tools)
@@ -2522,7 +2493,7 @@ class Tools:
 
     def apply(self, view: View, asker: Asker) -> bool:
         """Send tools in the form and order in which they were sent first, new ones at the end;
-        whether that changed anything. One that says something else is another one."""
+        whether that changed anything."""
         tools = view.body.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return False
