@@ -1266,26 +1266,20 @@ def changed_form(old: str, new: str) -> str:
     return form_of(new)
 
 
-class Change(NamedTuple):
-    """Where two system texts differ between two lines that stand once in both."""
-
-    after: str
-    before: str
-    gone: list[str]
-    new: list[str]
+Change = tuple[int, int, list[str]]  # from and to which line of a text, and what stood there before
 
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
-    """What differs between two texts, given as lines. Linear in their number."""
+    """Where two texts differ, given as lines, between lines that stand once in both. Linear."""
     counts, others = collections.Counter(new), collections.Counter(old)
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
-    after, left, right = "", -1, -1  # the last line that stays, and its places in both
+    left = right = -1  # the places of the last line that stays
     for at, line in enumerate([*new, ""]):
         place = places.get(line, -1) if at < len(new) else len(old)
         if place > left:  # else it is new, or has moved
             if old[left + 1 : place] != new[right + 1 : at]:
-                yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
-            after, left, right = line, place, at
+                yield right + 1, at, old[left + 1 : place]
+            left, right = place, at
 
 
 class Learner:
@@ -1327,11 +1321,12 @@ class Learner:
         if not alike and len(rest) <= LEARNED_BLOCK:
             alike = list(map(form_of, mine)) == list(map(form_of, closest))
         differing = list(changes(closest, mine)) if closest and alike else []
-        found: list[Shape] = []
         # Many small changes are as much as a large one.
-        if sum([500 + sum(map(len, one.gone + one.new)) for one in differing]) <= 4 * LEARNED_BLOCK:
-            shapes = [shape for change in differing for shape in self.judge(change, mine)]
-            found = [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        sizes = [500 + sum(map(len, gone + mine[at:end])) for at, end, gone in differing]
+        if sum(sizes) > 4 * LEARNED_BLOCK:
+            differing = []
+        shapes = [shape for change in differing for shape in self.judge(mine, *change)]
+        found = [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
         known = [*self.texts, rest]
         if found:
             self.add(found)
@@ -1339,24 +1334,24 @@ class Learner:
             known = [lift_text(text, more)[0] for text in known]  # they differ no more
         self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
 
-    def judge(self, change: Change, lines: list[str]) -> list[Shape]:
+    def judge(self, lines: list[str], at: int, end: int, gone: list[str]) -> list[Shape]:
         """What of a change varies: values that do by themselves, and listings, are known at once;
         numbers, and blocks of any kind, when they had three values."""
+        new = lines[at:end]
         pairs: list[tuple[str, str]] = []
-        if len(change.gone) == len(change.new):
-            pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
-        if pairs and all(form_of(old) == form_of(new) for old, new in pairs):
-            sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
-            shapes = [Shape(changed_form(old, new)) for old, new in pairs]
+        if len(gone) == len(new):
+            pairs = [one for one in zip(gone, new, strict=True) if one[0] != one[1]]
+        if pairs and all(form_of(old) == form_of(now) for old, now in pairs):
+            sure = any(sure_form(old) == sure_form(now) for old, now in pairs)
+            shapes = [Shape(changed_form(*pair)) for pair in pairs]
             if all(re.search(r"[^\W\d_]{3}", shape.form) for shape in shapes):
                 named = zip(shapes, pairs, strict=True)
                 return [shape for shape, pair in named if sure or self.varies(shape, *pair)]
         else:
-            sure = any(map(LISTED.match, change.gone + change.new))
-        place = self.borders(change, lines)
-        if place and (sure or self.varies(place, tuple(change.gone), tuple(change.new))):
-            return [place]
-        return []
+            sure = any(map(LISTED.match, gone + new))
+        place = self.borders(lines, at - 1, end)
+        varies = place and (sure or self.varies(place, tuple(gone), tuple(new)))
+        return [place] if place and varies else []
 
     def varies(self, shape: Shape, old: Any, new: Any) -> bool:
         """Whether something had three values by now: two may be two modes of a client."""
@@ -1364,11 +1359,9 @@ class Learner:
         remember(self.seen, shape, values)
         return len(values) > 2
 
-    def borders(self, change: Change, lines: list[str]) -> Shape | None:
-        """The block that a change is in, between two lines that stand once, outside of a listing."""
+    def borders(self, lines: list[str], start: int, end: int) -> Shape | None:
+        """The block that a change is in, between two lines that stand once and list nothing."""
         counts = collections.Counter(lines)
-        start = lines.index(change.after) if change.after else -1
-        end = lines.index(change.before) if change.before else len(lines)
         while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
             start -= 1
         while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
@@ -1759,7 +1752,7 @@ def answered_carriers(unit: Unit) -> list[Unit]:
 
 
 class Asker(NamedTuple):
-    """Whose request it is, its bytes, and whether it teaches anything: a count of tokens does not."""
+    """Whose request it is, how many bytes it has, and whether anything is learned from it."""
 
     client: bytes = b""
     size: int = 1 << 62
@@ -2334,7 +2327,7 @@ def letters(text: str) -> str:
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
     """Whether a unit is the answer that the server was heard to give behind the first `at` units of
-    a record: 2: yes, 0: no, 1: it could not be read. A long one is known by its beginning or end."""
+    a record (2: yes, 0: no, 1: it could not be read); a long one by its beginning or its end."""
     if len(record.units) > at:
         return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
     answer = record.heard()
@@ -2426,7 +2419,7 @@ def calls_of(turn: Turn) -> tuple[Call, ...]:
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
-    """Give calls or results the ids, names and order of the first time; whether that changed them."""
+    """Give calls or results the ids, names and order of the first time; whether they changed."""
     spelled = {plain(ident): (ident, name) for ident, name in first}
     mine = sorted([plain(ident) for ident, _ in unit.calls])
     if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
