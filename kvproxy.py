@@ -3103,10 +3103,19 @@ def tell_cure(case: Case, config: Config) -> None:
         name, pattern = block_cure(case)
         if name == "STRIP_REGEX":
             price = "this cures it, but the model sees it no more:"
-    pattern = re.sub(r"\\([ \-#&~])", r"\1", pattern)  # these need no escape
-    if pattern and pattern not in getattr(config, name.lower()):
-        quote = '"' if "'" in pattern else "'"
-        verdict.advice, verdict.cure = price, f"{name}={quote}{pattern}{quote}"
+    if line := setting_line(config, name, pattern):
+        verdict.advice, verdict.cure = price, line
+
+
+def setting_line(config: Config, name: str, pattern: str) -> str:
+    """A pattern as a setting, ready to copy: NAME='...', or NAME_2 if there is one. '' if that is
+    set already."""
+    pattern, known = re.sub(r"\\([ #&~-])", r"\1", pattern), getattr(config, name.lower())
+    if not pattern or pattern in known:
+        return ""
+    quote = '"' if "'" in pattern else "'"
+    number = f"_{len(known) + 1}" if known else ""
+    return f"{name}{number}={quote}{pattern}{quote}"
 
 
 def without_block(pattern: str, text: str) -> str:
@@ -4361,7 +4370,7 @@ class Exchange:
         self.status, self.fault = 0, ""
         self.error = self.answer = ""  # what the server said, in part
         self.model, self.stream = "", False
-        self.tap = Tap() if dialect is not None else None
+        self.tap: Tap | None = Tap()
 
     def size(self) -> int:
         """Bytes of the bodies."""
@@ -4436,11 +4445,19 @@ class Backend:
             self.url = None
 
     def look(self) -> None:
-        """Have it tell of itself. While that is nothing, it is asked each 10 seconds."""
+        """See whether it is there, each 10 seconds at most: by a connection, or by asking what it
+        is, while that is not known."""
         now = time.monotonic()
-        if ("product" not in self.known or "state" in self.known) and now >= self.next_question:
-            self.next_question = now + 10
-            self.describe(1.0)
+        if now < self.next_question:
+            return
+        try:
+            if "product" in self.known and "state" not in self.known:
+                self.connect().close()
+            elif not self.describe(1.0):
+                raise ConnectionRefusedError
+        except OSError:
+            self.lost()
+        self.next_question = now + 10
 
     def ask(
         self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
@@ -4468,7 +4485,8 @@ class Backend:
         context = members(props.get("default_generation_settings")).get("n_ctx")
         if product == "LM Studio":
             models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
-            model = next((one for one in models if members(one).get("state") == "loaded"), model)
+            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
+            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
             context = context or model.get("loaded_context_length")
         state = STATES.get(status, f"it answers {status} to /v1/models")
         found = {
@@ -4480,6 +4498,7 @@ class Backend:
             "state": None if status in (0, 200) else state,
         }
         self.known = {key: value for key, value in found.items() if value not in (None, "")}
+        self.away = bool(self.away)  # if it was not known; else found() tells of a change
         return self.known
 
 
@@ -4838,24 +4857,27 @@ class Proxy:
     def settle(self, exchange: Exchange) -> None:
         """Read the beginning and the end of an answer, and let go of what is needed no longer."""
         answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
+        first, last = tap.windows() if tap is not None else (b"", b"")
+        events = answer_events(first, last) if answered and exchange.dialect is not None else []
+        if failed := next((one for one in itertools.chain(*events) if one.get("error")), None):
+            answered, first = False, dump(failed)  # in the middle of a stream
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        first, last = tap.windows() if tap is not None else (b"", b"")
-        events = answer_events(first, last) if answered else []
         if trace.record is not None:
             trace.record.answer = heard_answer(events) if answered else None
             trace.record.tap = None
             if trace.record.answer:
                 self.replay.answered(trace, trace.record.answer)
-        if exchange.status >= 400:
+        if exchange.status >= 400 or failed:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
             self.replay.lines.drop(trace.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
         if exchange.request.path.startswith("/v1/v1/"):
-            exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
+            hint = "kvproxy: /v1 stands there twice: leave it out of the agent's base URL"
+            exchange.error = f"{exchange.error} ({hint})".strip()
         if answered:
             exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
@@ -4892,11 +4914,14 @@ class Proxy:
             news = self.editor.lifter.learner.news
             while news:
                 with suppress(IndexError):  # another thread told it
-                    self.log.info("learned: %s; to fix it: %s", *learned(news.popleft()))
-            if self.log.isEnabledFor(logging.INFO):
+                    self.log.info(
+                        "learned: %s; to fix it: %s", *learned(news.popleft(), self.config)
+                    )
+            level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
+            if self.log.isEnabledFor(level):
                 with self.telling:
                     for line in log_lines(exchange):
-                        self.log.info("%s", line, extra={"request": f"#{exchange.number} "})
+                        self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
             if warning:
                 self.log.warning("%s", warning)
         if ask:
@@ -4990,13 +5015,12 @@ def error_text(answer: bytes, request: Request) -> str:
     return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
 
 
-def learned(shape: Shape) -> tuple[str, str]:
+def learned(shape: Shape, config: Config) -> tuple[str, str]:
     """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
     name = f'line "{name}"' if shape.form else name
-    pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
-    quote = '"' if "'" in pattern else "'"
-    return f"system {name} varies, lifted", f"LIFT_REGEX={quote}{pattern}{quote}"
+    line = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
+    return f"system {name} varies, lifted", line
 
 
 # The original's line, which scripts read; other counts follow where they are not 0.
@@ -5761,6 +5785,7 @@ addEventListener("click", async (event) => {
     button.textContent = "copied";
   } catch (error) {
     getSelection().selectAllChildren(button.previousElementSibling);
+    button.textContent = "press Ctrl+C";
   }
 });
 const main = document.querySelector("main");
@@ -5825,9 +5850,10 @@ class Pages:
         origin, site = request.get("origin"), request.get("sec-fetch-site")
         ours = not origin or origin.partition("://")[2] == request.get("host")
         same_site = ours and site in ("", "none", "same-origin")  # as browsers tell
-        near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
+        here = is_loopback(peer) or peer == self.proxy.config.listen_host
+        near = here and not any(map(FORWARDED.match, request.headers.keys()))
         if path == "/kvproxy" and same_site:
-            return self.page(near, request.get("host"))
+            return self.page(near, request.get("x-forwarded-host") or request.get("host"))
         if not (near and same_site):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
@@ -5925,20 +5951,23 @@ class Pages:
         with proxy.guard:
             requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
-            state, tone, hint, cure = self.headline(near)
+            state, tone, hint, cure = self.headline(near, host)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
         none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
         settings = {name.upper(): value for name, value in vars(config).items()}
         about = {name: text for name, _, text in Config.table()}
-        off = [f"{name}=0 ({about[name]})" for name, value in settings.items() if value is False]
+        off = [name for name, value in settings.items() if value is False or value == "0"]
+        off = [f"{name}=0 ({about[name]})" for name in off]
         if near:
             told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
             more += DETAILS.format("Settings in force", html.escape(told))
         else:
-            found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
+            found, there = HOST.fullmatch(host.lower()), proxy.url.removeprefix("http://")
             name = found[1].strip("[]") if found else "THAT-MACHINE"
-            line = COPY.format(html.escape(f"ssh -L {port}:127.0.0.1:{port} {name}"))
+            name = "THAT-MACHINE" if is_loopback(name) else name  # a web server's own name for it
+            port = there.rpartition(":")[2]
+            line = COPY.format(html.escape(f"ssh -L {port}:{there} {name}"))
             more = tag("h2", "Prompts are shown on that machine only")
             more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
         main = [
@@ -5974,15 +6003,17 @@ class Pages:
         more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
         return self.html(title, "".join(main), more)
 
-    def headline(self, near: bool) -> tuple[str, str, str, str]:
+    def headline(self, near: bool, host: str) -> tuple[str, str, str, str]:
         """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
-        prompt are for this machine only."""
+        prompt are for this machine only; others reach it as `host`."""
         metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
         known, server = self.proxy.backend.known, self.server()
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
-        if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
+        if last is not None and (last.error or last.status >= 400 or last.fault.startswith("cut")):
             told = (last.error or last.fault) if near else ""
-            if last.status not in (502, 503, 504):
+            if last.status < 400:
+                return "The last answer broke off", "bad", told, ""
+            if last.status not in (502, 503, 504) or (last.error and last.status != 503):
                 return f"The last request failed ({last.status})", "bad", told, ""
             if known and "state" not in known:
                 return "The model server answers again", "fair", server, ""
@@ -5991,10 +6022,13 @@ class Pages:
         if not metrics.window:
             if metrics.judged and not metrics.reported:
                 return "The server does not report what it reused", "fair", "", ""
+            if self.proxy.running:
+                return "The first prompt is being read", "fair", f"By {server}.", ""
             there = f"No model server answers at {server}. {USUAL_PORTS}"
             there = f"The model server answers at {server}." if known else there
             hint = f"{there} Give your agent this address instead (Claude Code: without /v1):"
-            return "No prompt yet", "fair", hint, self.proxy.url + "/v1"
+            url = self.proxy.url if near or not host else f"http://{host}"
+            return "No prompt yet", "fair", hint, f"{url}/v1"
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         firsts = counted(len(metrics.window) - len(judged), "first prompt")
@@ -6011,7 +6045,8 @@ class Pages:
             return f"The cache works: {int(100 * rate)}% reused", "good", hint, ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
         if misses >= 3:
-            state = f"The last {misses} prompts were read again: {judged[-1].verdict.name}"
+            names = ", ".join(dict.fromkeys(one.verdict.name for one in judged[-misses:]))
+            state = f"The last {misses} prompts were read again: {names}"
         hint = f"{metrics.cause().capitalize()}."
         missed = [one.verdict for one in judged if one.missed and one.verdict.line()]
         if not missed or not near:
@@ -6046,7 +6081,7 @@ class Pages:
         """What was seen to vary, as HTML."""
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
-            words, setting = learned(shape)
+            words, setting = learned(shape, self.proxy.config)
             if saved := learner.misses[shape.name()]:
                 words += f"; saved {counted(saved, 'long read')}"
             rows += ITEM.format(html.escape(words), copied(setting))

@@ -13614,13 +13614,71 @@ def test_status_page_loads_nothing_from_outside(rig: MakeRig) -> None:
         ([(0, 1000, 9.0), (0, 1050, 9.0)], "The cache misses: only 0% reused"),
         ([None], "The server does not report what it reused"),
         ([503], "The model server is not ready (503)"),
-        ([(0, 1000, 9.0), 502], "The model server does not answer (502)"),
+        ([(0, 1000, 9.0), 502], "The last request failed (502)"),  # so the server itself said
+        ([(0, 1000, 9.0)] * 4, "The last 3 prompts were read again: lost"),
     ],
 )
 def test_status_page_state(rig: MakeRig, numbers: list[Any], state: str) -> None:
     one = rig(ex_scripted(*numbers))
     ex_exchange(one, EX_CHAT_PATH, ex_talk(len(numbers)))
     assert f">{state}</p>" in one.get("/kvproxy").body.decode()
+
+
+def test_status_error_in_the_middle_of_a_stream(rig: MakeRig) -> None:
+    """llama-server sends its head before it reads the prompt; what goes wrong then comes as an
+    event."""
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method != "POST":
+            return link.reply({}, 404)
+        link.stream()
+        link.event({"error": {"code": 500, "message": "Compute error."}})
+        link.finish()
+
+    one = rig(script, log_level="warning")
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI, stream=True)])
+    assert (found[0].status, found[0].error, found[0].verdict) == (200, "Compute error.", None)
+    text = one.get("/kvproxy").body.decode()
+    assert ">The last answer broke off</p>" in text and text.count("Compute error.") == 2
+    assert one.get("/kvproxy/requests").json()["requests"][0]["error"] == "Compute error."
+    assert one.log.lines[0].endswith(" | Compute error.")
+
+
+def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
+    one = rig(lambda link, seen: link.reply({"error": {"message": "no embeddings"}}, 501))
+    assert ex_exchange(one, "/v1/embeddings", [{"input": "x"}])[0].error == "no embeddings"
+
+
+def test_status_page_tells_what_goes_on_now(rig: MakeRig) -> None:
+    """A first prompt that is being read, and a server that has gone since."""
+    go_on = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.method == "POST":
+            assert go_on.wait(PATIENCE)
+        usage_answer(link, seen)
+
+    one = rig(script)
+    peer = threading.Thread(target=one.post, args=(EX_CHAT_PATH, ex_chat(EX_HI)))
+    peer.start()
+    one.server.requests(1)
+    assert ">The first prompt is being read</p>" in one.get("/kvproxy").body.decode()
+    go_on.set()
+    peer.join(PATIENCE)
+    one.finished(1)
+    assert "kvproxy_backend_up 1" in one.get("/kvproxy/metrics").body.decode()
+    one.server.close()
+    one.proxy.backend.next_question = 0.0  # ten seconds later
+    one.get("/kvproxy")
+    assert "kvproxy_backend_up 0" in one.get("/kvproxy/metrics").body.decode()
+
+
+def test_status_page_names_what_all_the_last_misses_were(rig: MakeRig) -> None:
+    one = rig(ex_scripted((0, 1000, 9.0)))
+    bodies = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(3)]
+    ex_exchange(one, EX_CHAT_PATH, [*bodies, ex_talk(4, f"Token gauge: 2\n{EX_LONG}")[-1]])
+    text = one.get("/kvproxy").body.decode()
+    assert ">The last 3 prompts were read again: rewritten, lost</p>" in text
 
 
 def test_status_page_after_a_side_request(rig: MakeRig) -> None:
@@ -14256,9 +14314,7 @@ def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
     one.post("/v1/v1/chat/completions", ex_chat(EX_HI))
     one.finished(1)
     hint = "/v1 stands there twice: leave it out of the agent's base URL"
-    assert one.log.lines == [f"POST /v1/v1/chat/completions | status=200 | {hint}"] or (
-        one.log.lines[0].endswith(hint)
-    )
+    assert one.log.lines[0].endswith(f"status=200 | (kvproxy: {hint})")
     assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
 
 
@@ -14482,6 +14538,37 @@ def test_status_from_another_machine(rig: MakeRig, host: str, name: str) -> None
     assert status == 200 and f"ssh -L {one.port}:127.0.0.1:{one.port} {name}" in text
     assert "read again" in text and "tokens read</span>" in text and "rewritten</b>" in text
     assert not re.search('(?i)secret|gauge|href="/kvproxy/requests|Settings in force', text)
+
+
+@pytest.mark.parametrize(
+    ("headers", "peer", "told"),
+    [  # a web server that tells its own address as Host; the name it is called by; a client's words
+        ({"Host": "127.0.0.1:1", "X-Forwarded-For": "10.0.0.9"}, "127.0.0.1", " THAT-MACHINE<"),
+        ({"Host": "127.0.0.1:1", "X-Forwarded-Host": "box.lan"}, "127.0.0.1", " box.lan<"),
+        ({"Host": "box.lan:1234"}, "10.0.0.9", ">http://box.lan:1234/v1<"),
+    ],
+)
+def test_status_from_another_machine_names_what_is_known(
+    rig: MakeRig, headers: dict[str, str], peer: str, told: str
+) -> None:
+    one = rig(listen_host="0.0.0.0")
+    head = request_head("GET", "/kvproxy", **headers)
+    assert told in bytes(one.proxy.pages.answer(head, peer)[1]).decode()
+
+
+def test_status_own_address_is_this_machine() -> None:
+    proxy = Proxy(Config(listen_host="192.0.2.2", backend_url="http://127.0.0.1:9"))
+    for peer, near in (("192.0.2.2", True), ("192.0.2.3", False)):
+        head = request_head("GET", "/kvproxy/requests", Host="192.0.2.2:1234")
+        assert (proxy.pages.answer(head, peer)[0] == 200) is near
+
+
+def test_status_cure_beside_others(rig: MakeRig) -> None:
+    """It does not overwrite a pattern that is set."""
+    one = rig(ex_scripted((0, 1000, 9.0)), learn=False, lift_regex=("^mine .*$",))
+    bodies = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(2)]
+    verdict = ex_exchange(one, EX_CHAT_PATH, bodies)[-1].verdict
+    assert verdict is not None and verdict.cure == "LIFT_REGEX_2='^Token gauge: .*$'"
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -15249,10 +15336,11 @@ def test_commands_check_lm_studios_context(
     models = {"data": [{"id": "a", "owned_by": "organization_owner"}]}
     own = [
         {"id": "a", "state": "not-loaded", "loaded_context_length": 5},
+        {"id": "e", "state": "loaded", "loaded_context_length": 512, "type": "embeddings"},
         {"id": "b", "state": "loaded", "max_context_length": 131072},
     ]
     if loaded:
-        own[1]["loaded_context_length"] = loaded
+        own[2]["loaded_context_length"] = loaded
     unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
     script = ex_answers({"/v1/models": models, "/api/v0/models": {"data": own}}, unknown)
     code, out = ex_check(monkeypatch, capsys, script)
