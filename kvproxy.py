@@ -6400,7 +6400,9 @@ def command_bench(args: Words, config: Config) -> int:
     try:
         compare(args, dataclasses.replace(config, backend_url=url), url)
     except OSError as error:
-        return failed(f"The run broke off: {error}")
+        hint = " Try a smaller --tokens, or raise -c of the server."
+        more = hint if CONTEXT_FULL.search(str(error).encode()) else ""
+        return failed(f"The run broke off: {error}{more}")
     print(next_steps(config, url))
     return 0
 
@@ -6480,7 +6482,8 @@ INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
+        path = os.path.expanduser(args.file)
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     except OSError as error:
         return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
@@ -6698,7 +6701,7 @@ def command_serve(args: Words, config: Config) -> int:
         why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
         return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
     for name, wanted in misspelt(os.environ):
-        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
+        proxy.log.warning(MISSPELT, name, wanted)
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
     running.acquire()
 
@@ -6725,6 +6728,9 @@ def command_serve(args: Words, config: Config) -> int:
     proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0
+
+
+MISSPELT = "the variable %s is no setting: is %s meant?"
 
 
 def taken_by(config: Config) -> str:
@@ -6788,6 +6794,8 @@ def read_words(words: Iterable[str]) -> Words:
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
+        elif word in COMMANDS:
+            raise ConfigError(f"one command at a time: {args.command} or {word}")
         else:
             raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
     if args.command == "inspect" and not args.file:
@@ -6798,7 +6806,10 @@ def read_words(words: Iterable[str]) -> Words:
 
 def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
-    if ":" in word:
+    setting, colon, value = word.partition(":")
+    if colon and setting_of(setting.upper()):
+        return f"; write {setting.upper()}={value}"
+    if colon and URL.fullmatch(word):
         return f"; write BACKEND_URL={word}"
     names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
     names |= {command.upper(): command for command in COMMANDS}
@@ -6811,7 +6822,7 @@ def nearest(word: str) -> str:
 
 def usage_text() -> str:
     """What --help prints."""
-    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
+    width = max(40, min(118, shutil.get_terminal_size().columns - 1))
     settings = {
         n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
     }
@@ -6822,7 +6833,7 @@ def usage_text() -> str:
     }
     lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
     for title, rows in parts.items():
-        lines += ["", title + ":"]
+        lines += ["", textwrap.fill(title + ":", width)]
         for name, text in rows.items():
             lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
@@ -6839,6 +6850,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
             return 0
         run = COMMANDS[args.command or "serve"][0]
+        for name, wanted in misspelt(os.environ) if run is not command_serve else ():
+            print(MISSPELT % (name, wanted), file=sys.stderr)
         return run(args, Config.from_env({**os.environ, **args.settings}))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)

@@ -1007,6 +1007,9 @@ def test_config_backend_without_http(text: str, url: str) -> None:
         (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
         (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
         (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
+        (["LISTEN_PORT:1235"], "; write LISTEN_PORT=1235"),
+        ([r"C:\log.txt"], r"C:\log.txt is no command, setting or option; --help"),
+        (["demo", "check"], "one command at a time: demo or check"),
         (["serv"], "serv is no command, setting or option; nearest: serve;"),
         (["inspekt", "file"], "nearest: inspect;"),
         (["LISTEN_PROT=1"], "nearest: LISTEN_PORT=..."),
@@ -1028,6 +1031,19 @@ def test_config_word_that_means_nothing(words: list[str], told: str, capsys: Cap
     shown = capsys.readouterr()
     assert (status, shown.out, shown.err.count("\n")) == (2, "", 1)
     assert shown.err.startswith("kvproxy: ") and told in shown.err
+
+
+def test_config_misspelt_variable_is_told_by_every_command(
+    monkeypatch: Patch, capsys: Capsys
+) -> None:
+    monkeypatch.setenv("BACKEND_ULR", "http://127.0.0.1:9")
+    assert kvproxy.main(["inspect", "/nowhere"]) == 1
+    assert "BACKEND_ULR is no setting: is BACKEND_URL meant?" in capsys.readouterr().err
+
+
+def test_config_help_fits_a_narrow_terminal(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, kvproxy.usage_text().splitlines())) < 60
 
 
 def test_config_file_to_inspect_may_hold_an_equals_sign(tmp_path: Path, capsys: Capsys) -> None:
