@@ -3510,8 +3510,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        if case.first_byte and case.prompt.size:
-            tell_pace(case, 1_000_000 * case.first_byte / case.prompt.size)
+        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
@@ -3526,7 +3525,7 @@ def tell_pace(case: Case, pace: float) -> None:
     """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
     first = case.base.first_pace if case.base is not None else 0
     case.prompt.first_pace = first or pace
-    if first:
+    if first and pace:
         told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
         case.verdict.advice = f"{told} in this conversation's first request"
 
@@ -3587,8 +3586,7 @@ ADVICE = {
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
-    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
-    " conversations start cold",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, but new chats start cold",
     "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
@@ -3603,7 +3601,7 @@ ADVICE = {
     "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
     "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
-    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    " each other: -sps above sim keeps those apart, but new chats start cold",
     # of `check`
     "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
     " `python kvproxy.py bench` shows it",
@@ -6740,8 +6738,7 @@ def play(
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        system["content"] = front
+        system["content"] = f"You are helpful ({mark}).\n{block}# Project Context\n{project}"
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
@@ -7033,9 +7030,8 @@ class LogReader:
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
-    # --- captures ---------------------------------------------------------------------------------
-
     def captured(self, row: Json) -> list[Json]:
+        """The row of a captured request."""
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
@@ -7075,8 +7071,6 @@ class LogReader:
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
