@@ -3018,14 +3018,15 @@ class Prompt:
         self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
         for turn in turns:
-            item = turn.item or {}
-            kinds = [members(part).get("type") for part in listed(item.get("content"))]
-            reasons = any(kind in REASONING_PARTS for kind in (item.get("type"), *kinds))
-            if reasons or item.get("reasoning_content"):
-                self.reasoning.add(number + 1)
             if turn.role == "reasoning":
+                self.reasoning.add(number + 1)
                 continue
             number += 1
+            if turn.role == "assistant" and turn.item:
+                kinds = [members(part).get("type") for part in listed(turn.item.get("content"))]
+                thought = any(kind in REASONING_PARTS for kind in kinds)
+                if thought or turn.item.get("reasoning_content"):
+                    self.reasoning.add(number)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
             self.turns.append(link := hash((link, self.segments[-1])))
@@ -3129,7 +3130,7 @@ def around(text: str, at: int) -> str:
 
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+LOOKED_THROUGH = 256  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
