@@ -3399,8 +3399,9 @@ def tell_cure(case: Case, config: Config) -> None:
     elif system:
         pattern = lines_pattern(*case.texts)
     elif user:
-        name, pattern = block_cure(case)
-        if name == "STRIP_REGEX":
+        name, pattern = "REPLAY_REGEX", block_pattern(*case.texts)
+        if pattern and not replayable(case, pattern):
+            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
             price = "this cures it, but the model sees it no more:"
     pattern = re.sub(r"\\([ \-#&~])", r"\1", pattern)  # these need no escape
     if pattern and pattern not in getattr(config, name.lower()):
@@ -3415,32 +3416,29 @@ def without_block(pattern: str, text: str) -> str:
     return text if many else re.sub(pattern, "", text)
 
 
-def block_cure(case: Case) -> tuple[str, str]:
-    """The setting, and its pattern, that would have kept a user text the same; '' without one.
+def replayable(case: Case, pattern: str) -> bool:
+    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
+    that another one was answered and spoken behind it."""
+    spoken = []
+    for prompt in (case.base, case.prompt):
+        behind = iter(prompt.segments[case.place :] if prompt is not None else ())
+        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+        said = [text for name, text in behind if "(user)" in name]
+        words = [text for text in said if without_block(pattern, text).strip()]
+        spoken.append(answered and words != [])
+    now = case.texts[1]
+    return spoken == [False, True] and now == without_block(pattern, now)
 
-    REPLAY_REGEX restores a block that stood in the newest message, and is gone now that another one
-    was answered and spoken behind it. STRIP_REGEX must not make a message empty."""
-    pattern, now = block_pattern(*case.texts), case.texts[1]
-    if not pattern:
-        return "REPLAY_REGEX", ""
-    prompts = [one for one in (case.prompt, case.base) if one is not None]
-    spoken = [spoken_behind(one, case.place, pattern) for one in prompts]
-    if now == without_block(pattern, now) and spoken in ([True], [True, False]):
-        return "REPLAY_REGEX", pattern
-    said = [text for one in prompts for name, text in one.segments if "(user)" in name]
+
+def strip_pattern(case: Case, pattern: str) -> str:
+    """A pattern without which the two texts are the same, and no message is empty, or ''."""
+    segments = case.prompt.segments + (case.base.segments if case.base is not None else [])
+    said = [text for name, text in segments if "(user)" in name]
     if all(without_block(pattern, text).strip() for text in said):
         for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
             if len({without_block(form, text) for text in case.texts}) == 1:
-                return "STRIP_REGEX", form
-    return "STRIP_REGEX", ""
-
-
-def spoken_behind(prompt: Prompt, place: int, pattern: str) -> bool:
-    """Whether something was answered behind a place, and then said beside a block."""
-    behind = iter(prompt.segments[place:])
-    answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-    said = [text for name, text in behind if "(user)" in name]
-    return answered and any(without_block(pattern, text).strip() for text in said)
+                return form
+    return ""
 
 
 def varying(text: str) -> str:
