@@ -45,7 +45,6 @@ import contextlib
 import copy
 import dataclasses
 import difflib
-import errno
 import functools
 import hashlib
 import html
@@ -4639,6 +4638,7 @@ class Exchange:
     ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
         self.address = address  # of the client, without the port
+        self.client = b""  # a hash of who sent it
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
         self.sent = self.begun = self.ended = 0.0  # begun: the first byte behind the answer's head
@@ -4670,11 +4670,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another API key"}
-STATES[503] = "it is loading its model"
+STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
@@ -4682,60 +4682,45 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.key = ""  # for the questions that `check` asks; clients bring their own
+        self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.address = ""  # of localhost, that took a connection last
-        self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
+        self.lost_at = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
         self.owner = ""  # owned_by in /v1/models, once it was asked for
-        self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
     def name(self) -> str:
-        url = self.url
-        return url.geturl() if url else " or ".join(CANDIDATES)
+        return self.url.geturl() if self.url else " or ".join(CANDIDATES)
 
     def locate(self) -> Url:
-        """The server's URL. Raises OSError when none is set and none answers. One look a second
-        serves all who wait."""
-        with self.looking:
-            url = self.url
-            if url is None and time.monotonic() >= self.next_look:
-                url = self.url = next(
-                    filter(self.answers, map(urllib.parse.urlsplit, CANDIDATES)), None
-                )
-                self.next_look = time.monotonic() + 1
-        if url is None:
-            raise ConnectionRefusedError("no server answers there")
-        return url
-
-    def answers(self, url: Url) -> bool:
-        """Whether there is a model server."""
-        if url.port == self.config.listen_port:  # that is this proxy
-            return False
-        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
+        """The server's URL. Raises OSError when none is set and none answers."""
+        if url := self.url:
+            return url
+        for url in map(urllib.parse.urlsplit, CANDIDATES):
+            if url.port != self.config.listen_port:  # that is this proxy
+                answer = members(fetch(url, "/v1/models", 1.0)[1])
+                if answer.keys() & {"data", "models", "error"}:
+                    self.url = url
+                    return url
+        raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
         """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
         for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
-        url = self.locate()
-        names = dict.fromkeys([url.hostname or ""])
-        if url.hostname == "localhost" and url.scheme == "http":
-            names = dict.fromkeys([self.address or "127.0.0.1", "127.0.0.1", "::1"])
-        faults = []
-        for name in names:
+        url, fault = self.locate(), OSError()
+        local = url.hostname == "localhost" and self.tls is None
+        for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
-                self.address = name
                 return upstream
             except OSError as error:
-                faults.append(error)
+                fault = error
                 upstream.close()
-        raise faults[0]
+        raise fault
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -4744,24 +4729,20 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def up(self) -> float | None:
-        return None if self.away is None else float(not self.away)
-
-    def look(self) -> Json:
-        """What the server told of itself. While that is nothing, it is asked each 10 seconds."""
-        if "product" not in self.known or "state" in self.known:
-            now = time.monotonic()
-            if now >= self.next_question:
-                self.next_question = now + 10
-                self.describe(1.0)
-        return self.known
+    def look(self) -> None:
+        """Have it tell of itself. While that is nothing, it is asked each 10 seconds."""
+        now = time.monotonic()
+        if ("product" not in self.known or "state" in self.known) and now >= self.next_question:
+            self.next_question = now + 10
+            self.describe(1.0)
 
     def ask(
-        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+        self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
     ) -> tuple[int, Any]:
-        """What fetch() returns of a question to the server."""
+        """What fetch() returns of a question to the server, with the keys of a client's request."""
         try:
-            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
+            keys = self.keys if request is None else keys_of(request)
+            return fetch(self.locate(), path, timeout, keys, body)
         except OSError as error:
             return 0, str(error)
 
@@ -4777,21 +4758,21 @@ class Backend:
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         self.owner = owner = str(model.get("owned_by") or "")
-        other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
-        path, context = str(props.get("model_path") or ""), None
-        if other == "LM Studio":
-            loaded = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
-            model = next((one for one in loaded if members(one).get("state") == "loaded"), model)
-            context = model.get("loaded_context_length")
+        product = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        context = members(props.get("default_generation_settings")).get("n_ctx")
+        if product == "LM Studio":
+            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            model = next((one for one in models if members(one).get("state") == "loaded"), model)
+            context = context or model.get("loaded_context_length")
+        state = STATES.get(status, f"it answers {status} to /v1/models")
         found = {
-            "product": "llama-server" if props else other,
+            "product": "llama-server" if props else product,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx") or context,
-            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+            "context": context,
+            "model": re.split(r"[\\/]", str(props.get("model_path") or ""))[-1] or model.get("id"),
+            "state": None if status in (0, 200) else state,
         }
-        if status not in (0, 200):
-            found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
         self.known = {key: value for key, value in found.items() if value not in (None, "")}
         return self.known
 
@@ -4814,11 +4795,9 @@ BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(
 def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
-    if target == "*":
-        return target
     if prefix.endswith("/v1") and BESIDE_V1.match(target):
         prefix = prefix[:-3]
-    return prefix + target
+    return target if target == "*" else prefix + target
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -4837,16 +4816,15 @@ def fetch(
     timeout: float,
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
-    opened: Callable[[socket.socket], None] | None = None,
+    opened: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[int, Any]:
     """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
     `opened` is called with the socket."""
+    sent = {"Content-Type": "application/json", **(headers or {})}
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
             connection.connect()
-            if opened is not None:
-                opened(connection.sock)
-            sent = {"Content-Type": "application/json", **(headers or {})}
+            opened(connection.sock)
             connection.request("GET" if body is None else "POST", under(url, path), body, sent)
             response = connection.getresponse()
             text = response.read(8 << 20).decode("utf-8", "replace")
@@ -4887,17 +4865,14 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """The library's asks DNS for this machine's name, which may take a minute."""
-        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+        except OSError:  # no descriptor is left, as a rule
+            self.make_room()
+            time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
     def hold(self, size: int) -> bool:
@@ -4947,15 +4922,15 @@ class Server(ThreadingHTTPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
-CONTEXT_FULL = re.compile(
-    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
-)
+CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
     " lifted={lifted} dropped={dropped}"
 )
+ERROR_SHOWN = 200  # characters
+ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
 
 
 class Proxy:
@@ -4979,7 +4954,7 @@ class Proxy:
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
-        self.capture = Capture(self.config, self.log)
+        self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
         self.stopping = False
@@ -4991,21 +4966,19 @@ class Proxy:
         self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
-    # --- life -------------------------------------------------------------------------------------
-
     def start(self) -> Proxy:
-        """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken, ConfigError when a file cannot be written."""
+        """Listen and serve in the background; nothing if it does already."""
+        path, size = self.config.capture_file, self.config.capture_mb << 20
         with self.life:
             if self.server is not None:
                 return self
-            with stops_the_start("CAPTURE_FILE", self.config.capture_file):
-                self.capture.open()
+            if path:
+                self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
-                self.warmup.open()
+                self.warmup.load()
             self.server = Server(self)
             self.stopping = False
-            self.warmup.start()  # first: a request that is served may write the file that it reads
+            self.warmup.start()
             serve = self.server.serve_forever
             self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
@@ -5029,7 +5002,8 @@ class Proxy:
                     time.sleep(0.001)
             self.thread.join(5)
             with suppress(OSError):
-                self.capture.close()
+                if self.capture is not None:
+                    self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
@@ -5042,13 +5016,11 @@ class Proxy:
         """http://host:port, with the port that was really taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        host, port = str(self.server.server_address[0]), self.server.server_address[1]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
-        hold, or a set one."""
+        """Whether a Host can be this machine: an IP address, a name that public DNS cannot hold, or
+        a set one."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -5063,15 +5035,12 @@ class Proxy:
         except Exception:
             self.log.exception(what)
 
-    # --- before a request is forwarded ------------------------------------------------------------
-
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
         note = "internal error"
         with self.faults_logged("a body could not be edited and was forwarded as it came"):
             try:
-                self.edit(exchange)
-                return
+                return self.edit(exchange)
             except Unreadable as error:
                 note = str(error)
             except RecursionError:  # what was parsed may be too deep for what comes after it
@@ -5086,16 +5055,15 @@ class Proxy:
         exchange.stream = bool(view.body.get("stream"))
         exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
-        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        learn = not exchange.counting
-        exchange.trace = self.editor.apply(view, report, client, len(raw), learn)
+        client = exchange.client = digest(
+            exchange.address, *map(exchange.request.get, CLIENT_HEADERS)
+        )
+        exchange.trace = self.editor.apply(view, report, client, len(raw), not exchange.counting)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
-
-    # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
@@ -5103,9 +5071,10 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        talk, original = exchange.trace.conversation, None
+        talk = exchange.trace.conversation
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
+            original = None
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect))
             side = side_of(view, exchange.request.get(AGENT_ID))
@@ -5135,14 +5104,12 @@ class Proxy:
         with self.guard:
             if begins:
                 self.active[exchange] = None
-                if len(self.active) == 1:
-                    self.still.clear()
+                self.still.clear()
                 return
             self.active.pop(exchange, None)
             self.last_end = time.monotonic()
             if not self.active:
                 self.still.set()
-                self.warmup.quiet()
 
     def found(self) -> None:
         """Note that the server answers."""
@@ -5151,8 +5118,8 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        """Read an answer's numbers and record the request; if less was reused than should have
-        been, later, when the server is idle and can be asked why."""
+        """Record a request; if less was reused than should have been, once the server is idle and
+        can be asked why."""
         exchange.ended = time.monotonic()
         with self.faults_logged("a finished request could not be recorded"):
             self.settle(exchange)
@@ -5164,25 +5131,25 @@ class Proxy:
                 self.record(exchange)
 
     def settle(self, exchange: Exchange) -> None:
-        """Read the end of an answer, and let go of what is needed no longer."""
-        answered = exchange.status == 200
+        """Read the beginning and the end of an answer, and let go of what is needed no longer."""
+        answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
+        first, last = tap.windows() if tap is not None else (b"", b"")
         events = answer_events(first, last) if answered else []
-        if record := exchange.trace.record:
-            record.answer = heard_answer(events) if answered else None
-            record.tap = None
-            if record.answer:
-                self.replay.answered(exchange.trace, record.answer)
+        if trace.record is not None:
+            trace.record.answer = heard_answer(events) if answered else None
+            trace.record.tap = None
+            if trace.record.answer:
+                self.replay.answered(trace, trace.record.answer)
         if exchange.status >= 400:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
-            self.replay.overflowed(exchange.trace)
+            self.replay.overflowed(trace)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
-        if re.match("/v1/v1/", exchange.request.path):
+        if exchange.request.path.startswith("/v1/v1/"):
             exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
             exchange.usage = usage_of(events)
@@ -5190,35 +5157,37 @@ class Proxy:
             exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
             exchange.verdict = exchange.case = None
-        if exchange.verdict is not None:
-            self.warmup.remember(exchange)
-            self.warmup.plan(exchange)
+        if exchange.verdict is not None and exchange.view is not None:
+            if not exchange.verdict.side:
+                self.warmup.remember(exchange, exchange.view)
+            self.warmup.plan(exchange, exchange.view, exchange.verdict.side)
         exchange.tap = exchange.view = None
-        exchange.trace = Trace(exchange.trace.conversation)
+        exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
-        asked for its slots, and how it renders the prompts, once it is idle."""
+        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server, once
+        it is idle."""
         case, exchange.case = exchange.case, None
-        server: Json = {}
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
-                if ask and self.still.wait(IDLE_WAIT):
-                    server = self.backend.describe()
-                    case.slots = server.get("slots")
+                server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
+                case.slots = server.get("slots")
                 if exchange.stream and exchange.begun:
                     case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
                 self.warmup.notice(exchange, case)
-            self.capture.write(exchange)
+            if self.capture is not None and exchange.received is not None:
+                row = json.dumps(capture_row(exchange), separators=(",", ":"))
+                self.capture.handle(logging.makeLogRecord({"msg": row}))
             warning = self.metrics.count(exchange)
             if case is not None:
                 case.prompt.number = exchange.number
-            with suppress(IndexError):
-                while True:
-                    self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
+            news = self.editor.lifter.learner.news
+            while news:
+                with suppress(IndexError):  # another thread told it
+                    self.log.info("learned: %s; to fix it: %s", *learned(news.popleft()))
             if self.log.isEnabledFor(logging.INFO):
                 with self.telling:
                     for line in log_lines(exchange):
@@ -5232,28 +5201,29 @@ class Proxy:
         """Has the server count the tokens of a text, while it is idle."""
 
         def count(text: str) -> int | None:
-            asked = dump({"content": text}), key_of(exchange.request)
-            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
+            body, request = dump({"content": text}), exchange.request
+            answer = self.backend.ask("/tokenize", 3.0, body, request)[1]
+            tokens = members(answer).get("tokens")
             return len(tokens) if isinstance(tokens, list) else None
 
         return count if self.still.is_set() else None
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from; if it renders old turns
-        in another way than before, that is why it had to read them again."""
-        verdict, base, prompts = case.verdict, case.base, list[str]()
-        with self.metrics.guard:
-            number = base.number if base is not None and case.whole else 0
-            before = next((one for one in self.metrics.recent if one.number == number), None)
+        """Whether the server renders old turns in another way than before: that is why it had to
+        read them again."""
+        verdict, base = case.verdict, case.base
         if exchange.dialect is not DIALECTS["chat/completions"]:
             only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
             return
-        if base is None or before is None:
+        with self.metrics.guard:
+            before = [one for one in self.metrics.recent if base and one.number == base.number]
+        if base is None or not before or not case.whole:
             return
-        key = key_of(exchange.request)
-        for one in (before, exchange):
-            answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
+        prompts = list[str]()
+        for one in (*before, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
         if all(prompts):
@@ -5266,9 +5236,16 @@ class Proxy:
             )
 
 
-def key_of(request: Request) -> str:
-    """The API key that a client sent to the server."""
-    return request.get("authorization").removeprefix("Bearer ")
+def url_of(host: str, port: int) -> str:
+    """How this machine reaches what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5285,8 +5262,7 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without parameters and query, which may hold a key, and without
-    control characters."""
+    """A path without parameters and query, which may hold a key, and control characters."""
     return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
 
 
@@ -5297,10 +5273,6 @@ def visible(text: str) -> str:
     )
 
 
-ERROR_SHOWN = 200  # characters
-ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
-
-
 def error_text(answer: bytes, request: Request) -> str:
     """The beginning of a server's error, without the request's keys, which some servers quote."""
     text = answer.decode("utf-8", "replace")
@@ -5308,22 +5280,18 @@ def error_text(answer: bytes, request: Request) -> str:
         error = members(json.loads(text)).get("error")
         text = str(members(error).get("message") or error or text)
     keys = " ".join(map(request.get, CLIENT_HEADERS[:3])).split()
-    keys += re.findall("=([^&;=]+)", request.path)
-    for key in keys:
+    for key in keys + re.findall("=([^&;=]+)", request.path):
         text = text.replace(key, "***") if len(key) > 6 else text
     return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
 
 
-def learned(shape: Shape) -> str:
+def learned(shape: Shape) -> tuple[str, str]:
     """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
-    name = f'system line "{name}"' if shape.form else f"system {name}"
-    return f"{name} varies, lifted; to fix it: {learned_setting(shape)}"
-
-
-def learned_setting(shape: Shape) -> str:
+    name = f'line "{name}"' if shape.form else name
     pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
-    return f'LIFT_REGEX="{pattern}"' if "'" in pattern else f"LIFT_REGEX='{pattern}'"
+    quote = '"' if "'" in pattern else "'"
+    return f"system {name} varies, lifted", f"LIFT_REGEX={quote}{pattern}{quote}"
 
 
 # The original's line, which scripts read; other counts follow where they are not 0.
@@ -5334,7 +5302,8 @@ def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: a line, and another one when a prompt was not reused for a reason."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
-    if exchange.dialect is not None and request.method == "POST":
+    prompt = exchange.dialect is not None and request.method == "POST"
+    if prompt:
         counts = dict(vars(exchange.report))
         note = counts.pop("note")
         parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
@@ -5351,11 +5320,12 @@ def log_lines(exchange: Exchange) -> list[str]:
         parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
         parts.append(verdict.title() if verdict is not None else "")
         parts.append(f"forwarded as it came: {note}" if note else "")
-    if exchange.status != 200 or len(parts) == 1:
+    if exchange.status != 200 or not prompt:
         parts.append(f"status={exchange.status or '-'}")
-    reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
-    return [*lines, "    " + reason] if reason else lines
+    if verdict is not None and not verdict.side and verdict.line():
+        lines.append("    " + verdict.line())
+    return lines
 
 
 class Judged(NamedTuple):
@@ -5365,15 +5335,34 @@ class Judged(NamedTuple):
     prompt: int
     verdict: Verdict
     conversation: str
-
-    def missed(self, least: float) -> bool:
-        """Whether less than this share was reused of what should have been."""
-        return self.verdict.name in MISSES and self.cached < least * self.prompt
+    missed: bool  # too little was reused of what should have been
 
 
 def reused_share(prompts: Collection[Judged]) -> float | None:
     total = sum(one.prompt for one in prompts)
     return sum(one.cached for one in prompts) / total if total else None
+
+
+METRICS = (
+    # (name, the label of its values, help)
+    ("requests_total", "status", "Requests forwarded, by the status of their answers."),
+    ("verdicts_total", "verdict", "Prompts by what became of them."),
+    ("edits_total", "kind", "Edits made to requests, by kind."),
+    ("untouched_total", "reason", "Bodies forwarded as they came, by reason."),
+    ("prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("idle_tokens_total", "", "Tokens read in idle time."),
+    ("saved_seconds_total", "", "Estimate of what reuse saved."),
+    ("hit_ratio", "", "Reused share of the last 20 prompts."),
+    ("running_requests", "", "Requests being served."),
+    ("backend_up", "", "Whether the server took the last request."),
+    ("build_info", "version", "The version of kvproxy."),
+    ("first_byte_seconds_total", "", "Seconds from a prompt to its answer's first byte, summed."),
+    ("first_bytes_total", "", "Answers that began."),
+    ("learned_shapes", "", "What was seen to vary in system prompts."),
+    ("replay_bytes", "", "Memory held for replay."),
+    ("ledger_bytes", "", "Memory for verdicts."),
+    ("start_time_seconds", "", "Start, in seconds since 1970."),
+)
 
 
 class Metrics:
@@ -5386,17 +5375,15 @@ class Metrics:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
-        # (label in METRIC_HELP, its value) -> number
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.counts["version", __version__] = 1
-        self.first_bytes = [0.0, 0]  # seconds until them, and their number
-        self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.saved = 0.0  # seconds
-        self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
-        self.kept = 0  # bytes of the bodies that are kept
-        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
+        # (name in METRICS, a value of its label) -> number
+        self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
+        self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
+        for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
+            self.counts[f"{name}_total", ""] = 0
+        self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
+        self.kept = 0  # bytes of their bodies, and of some that are gone
+        self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
-        self.since = time.time()
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
@@ -5405,30 +5392,32 @@ class Metrics:
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            counts["status", str(exchange.status)] += 1
+            counts["requests_total", str(exchange.status)] += 1
             for name, number in vars(report).items() if report.edits() else ():
                 if number and name not in ("items", "items_modified", "note"):
-                    counts["kind", name] += number
+                    counts["edits_total", name] += number
             if report.note:
-                counts["reason", report.note.split(" (")[0]] += 1
+                counts["untouched_total", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None or exchange.error:
                 self.keep(exchange)
             if exchange.dialect is not None and exchange.begun:
-                waited = exchange.begun - exchange.started
-                self.first_bytes = [self.first_bytes[0] + waited, self.first_bytes[1] + 1]
+                counts["first_bytes_total", ""] += 1
+                counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
             if verdict is None:
                 return ""
             self.judged += 1
-            counts["verdict", verdict.name] += 1
+            counts["verdicts_total", verdict.name] += 1
             if prompt is None or cached is None:
                 return ""
-            counts["state", "reused"] += cached
-            counts["state", "read"] += prompt - cached
+            self.reported += 1
+            counts["prompt_tokens_total", "reused"] += cached
+            counts["prompt_tokens_total", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
             if verdict.side:
                 return ""
-            name = exchange.trace.conversation
-            self.window.append(Judged(cached, prompt, verdict, name))
+            missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+            talk = exchange.trace.conversation
+            self.window.append(Judged(cached, prompt, verdict, talk, missed))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
@@ -5438,18 +5427,15 @@ class Metrics:
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
         if ms is not None and read >= self.LONG_READ:
-            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            self.long_ms, self.long_tokens = self.long_ms + ms, self.long_tokens + read
         more = cached - round(exchange.straight * prompt)
-        if self.long_reads[1] and more >= 64:
-            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
-
-    def hit_rate(self) -> float | None:
-        """Share of prompt tokens reused over the last 20 requests that told."""
-        return reused_share(self.window)
+        if self.long_tokens and more >= 64:
+            seconds = more * self.long_ms / self.long_tokens / 1000
+            self.counts["saved_seconds_total", ""] += seconds
 
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
-        rate = self.hit_rate()
+        rate = reused_share(self.window)
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
         elif not self.warned and len(self.window) == 20:
@@ -5457,25 +5443,26 @@ class Metrics:
             return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
         return ""
 
-    def cause(self, *spared: str) -> str:
-        """The most frequent verdict of the window but `extended` and the `spared` ones."""
+    def cause(self) -> str:
+        """The most frequent fault of the window."""
         names = [one.verdict.name for one in self.window]
-        faults = [name for name in names if name not in ("extended", *spared)]
+        faults = [name for name in names if name not in ("extended", "cold")]
         name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= self.recent[0].size() if self.recent else exchange.size()
         self.recent.append(exchange)
         self.kept += exchange.size()
-        for one in self.recent if self.kept > self.KEEP_BYTES else ():
-            self.kept -= one.size()
-            one.received = one.forwarded = None
-            if self.kept <= self.KEEP_BYTES:
-                break
+        if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
+            self.kept = 0
+            for one in reversed(self.recent):
+                if self.kept + one.size() > self.KEEP_BYTES:
+                    one.received = one.forwarded = None
+                self.kept += one.size()
 
+
+# --- files ----------------------------------------------------------------------------------------
 
 # Names (of headers, in addresses, in bodies beside the prompt) whose values are not written down.
 SECRET_NAME = re.compile(
@@ -5483,24 +5470,23 @@ SECRET_NAME = re.compile(
     r"|passphrase|credential|signature|session"
     r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
-# The look-behind lets a match begin at the start of a name only: else long names take square time.
-ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
 
-def hidden(pair: re.Match[str]) -> str:
-    """A name and its value, or *** for a secret's value."""
-    secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
-    return f"{pair['name']}=***" if secret else pair[0]
-
-
 def without_secrets(address: str) -> str:
-    """A target or a header's value, without secrets in queries and path parameters."""
+    """An address; its path and the parts of its query end where a secret's value begins."""
     path, mark, query = address.partition("?")
-    query = QUERY_PART.sub(hidden, query)
-    return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
+    return cut_secret(path) + mark + "&".join(map(cut_secret, query.split("&")))
+
+
+def cut_secret(text: str) -> str:
+    names = text.split("=")[:-1]
+    for number, name in enumerate(names, 1):
+        name = re.split(r"[;/?&\s]", name)[-1]
+        if SECRET_NAME.search(urllib.parse.unquote(name)):
+            return "=".join(names[:number]) + "=***"
+    return text
 
 
 def without_secret_members(body: Json) -> Json:
@@ -5516,6 +5502,19 @@ def without_secret_members(body: Json) -> Json:
             elif name not in PROMPT_MEMBERS:
                 waiting.append(member)
     return body
+
+
+def capture_row(exchange: Exchange) -> Json:
+    """A finished request for CAPTURE_FILE, without secrets; of a body that is no JSON the size."""
+    request, received = exchange.request, exchange.received or b""
+    headers = dict[str, str]()
+    for name, value in request.headers.raw_items():
+        headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+    row = {**row_of(exchange), "path": without_secrets(request.path), "headers": headers}
+    row |= {"verdict": exchange.verdict and exchange.verdict.name, "bytes": len(received)}
+    with suppress(ValueError, RecursionError):
+        row["body"] = without_secret_members(parse(received))
+    return row
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5541,11 +5540,17 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
         raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
-class PrivateFile(logging.FileHandler):
-    """A file that only its owner may read. A full disk costs one line, not one for each record."""
+class PrivateFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename (logrotate); at its limit it becomes
+    FILE.1. A full disk costs one line, not one for each record. Raises ConfigError."""
 
-    told = False
-    tell: Callable[[str], None]
+    def __init__(
+        self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
+    ) -> None:
+        self.setting, self.tell, self.limit = setting, tell, limit  # in bytes
+        self.told = False
+        with stops_the_start(setting, path):
+            super().__init__(os.path.expanduser(path))
 
     def _open(self) -> Any:
         file = open_private(self.baseFilename, "a")
@@ -5558,6 +5563,12 @@ class PrivateFile(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if self.stream and self.limit < math.inf:
+                size = os.fstat(self.stream.fileno()).st_size
+                if size and size + len(self.format(record)) >= self.limit:
+                    self.stream.close()
+                    self.stream = cast(Any, None)
+                    os.replace(self.baseFilename, self.baseFilename + ".1")
             super().emit(record)
         except OSError:  # it could not be opened anew
             self.handleError(record)
@@ -5568,56 +5579,8 @@ class PrivateFile(logging.FileHandler):
             super().handleError(record)
         elif not self.told:
             self.told = True
-            self.tell(f"{self.baseFilename} cannot be written: {fault}")
-
-
-class LogFile(PrivateFile, logging.handlers.WatchedFileHandler):
-    """LOG_FILE, opened anew after a rename (logrotate). Raises ConfigError."""
-
-    def __init__(self, path: str) -> None:
-        with stops_the_start("LOG_FILE", path):
-            super().__init__(os.path.expanduser(path))
-
-    def tell(self, text: str) -> None:
-        with suppress(OSError):
-            print("kvproxy: LOG_FILE:", text, file=sys.stderr)
-
-
-class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
-    """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
-
-    def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.wanted = bool(config.capture_file)
-        self.tell = functools.partial(log.warning, "CAPTURE_FILE: %s")
-        path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
-        super().__init__(path, maxBytes=size, backupCount=1, delay=True)
-
-    def open(self) -> None:
-        """Open the file, if one is wanted. Raises OSError."""
-        if self.wanted:
-            self.stream = self._open()
-
-    def write(self, exchange: Exchange) -> None:
-        """Append a finished request, without secrets; of a body that is no JSON the size."""
-        request, received, headers = exchange.request, exchange.received, dict[str, str]()
-        if received is None or not self.wanted:
-            return
-        for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-        row = {
-            "method": request.method,
-            "path": without_secrets(request.path),
-            "time": exchange.time,
-            "headers": headers,
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-            "bytes": len(received),
-        }
-        with suppress(ValueError, RecursionError):
-            row["body"] = without_secret_members(parse(received))
-        self.handle(logging.makeLogRecord({"msg": json.dumps(row, separators=(",", ":"))}))
+            with suppress(OSError):
+                self.tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
@@ -5625,9 +5588,8 @@ FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "par
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
 TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
-LLAMA = "llamacpp"  # what llama-server gives as owned_by
-HELPFUL = {"template": "the chat template renders old turns otherwise than before",
-           "taken": "a side request takes the slot"}  # fmt: skip
+# How an answer ends that is whole, and calls no tool.
+WHOLE = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
 
 
 def front_members(body: Json) -> Json:
@@ -5638,89 +5600,100 @@ def front_members(body: Json) -> Json:
     return front
 
 
-def front_as_read(view: View) -> Json:
-    """The same in one form for all that the server reads alike."""
+def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
+    """Front and turns of a prompt, the same for all that the server reads alike."""
     front = front_members(view.body)
     front.pop("instructions", None)
-    tools = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
-    return {**front, "system": [turn.text() for turn in view.head], "tools": tools}
+    front["system"] = [turn.text() for turn in view.head]
+    front["tools"] = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
+    return front, [(turn.role, told_of(turn).rstrip()) for turn in view.turns]
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
-    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
-    of a chat are lists of parts."""
+    """The turns with which a client will repeat an answer; none if it is cut, has tool calls or
+    several choices, or says nothing. Clients may send `reasons` back, and texts as lists of
+    `parts`."""
     events = [event for window in answer_events(answer, b"") for event in window]
-    items: list[Json]
+    texts = collections.defaultdict[Any, list[str]](list)
+    end: Any = None
+    output: list[Json] = []  # blocks or items of the answer
     if dialect.name == "chat":
-        choices = [members(one) for event in events for one in listed(event.get("choices"))]
-        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
-        ends = {str(one.get("finish_reason") or "") for one in choices} - {""}
-        more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
-        whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
-        said, thought = (
-            "".join(str(one.get(key) or "") for one in deltas)
-            for key in ("content", "reasoning_content")
-        )
+        for choice in (members(one) for event in events for one in listed(event.get("choices"))):
+            end = choice.get("finish_reason") or end
+            delta = members(choice.get("delta") or choice.get("message"))
+            if choice.get("index") or delta.get("tool_calls") or listed(delta.get("content")):
+                return []
+            for key in ("content", "reasoning_content"):
+                texts[key].append(str(delta.get(key) or ""))
+        said, thought = "".join(texts["content"]), "".join(texts["reasoning_content"])
         content = [{"type": "text", "text": said}] if parts else said
-        items = [{"role": "assistant", "content": content}]
+        items: list[Json] = [{"role": "assistant", "content": content}]
         if reasons and thought:
             items[0]["reasoning_content"] = thought
     elif dialect.name == "messages":
-        blocks, ends = dict[str, Json](), set()
+        blocks = dict[str, Json]()
         for event in events:
-            at, delta = str(event.get("index")), members(event.get("delta"))
+            index, delta = str(event.get("index")), members(event.get("delta"))
+            end = event.get("stop_reason") or delta.get("stop_reason") or end
+            whole = enumerate(listed(event.get("content")))  # an answer that was not streamed
+            blocks |= {str(number): members(block) for number, block in whole}
             if "content_block" in event:
-                blocks[at] = members(event["content_block"])
-            blocks |= {str(n): members(one) for n, one in enumerate(listed(event.get("content")))}
-            ends.add(str(event.get("stop_reason") or delta.get("stop_reason") or ""))
+                blocks[index] = members(event["content_block"])
             for key in ("text", "thinking", "signature"):
-                if at in blocks and key in delta:  # blocks may overlap
-                    blocks[at][key] = str(blocks[at].get(key) or "") + str(delta[key])
-        kinds = {str(block.get("type")) for block in blocks.values()}
-        whole = ends - {""} == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
-        kept = [block for block in blocks.values() if reasons or block.get("type") == "text"]
+                if key in delta:
+                    texts[index, key].append(str(delta[key]))
+        for (index, key), pieces in texts.items():
+            block = blocks.setdefault(index, {})
+            block[key] = str(block.get(key) or "") + "".join(pieces)
+        output = list(blocks.values())
+        kept = [block for block in output if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
     else:
         responses = [members(event.get("response") or event) for event in events]
         last = next((one for one in reversed(responses) if one.get("output")), {})
-        output = list(map(members, listed(last.get("output"))))
-        kinds = {str(item.get("type")) for item in output}
-        whole = last.get("status") == "completed" and kinds <= {"message", "reasoning"}
+        end, output = last.get("status"), list(map(members, listed(last.get("output"))))
         said_items = (one for one in output if one.get("content"))
         items = [one for one in said_items if reasons or one.get("type") == "message"]
     turns = list(map(turn_of, items))
     speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
-    return turns if whole and speaks else []
+    no_calls = {str(one.get("type")) for one in output} <= {"text", "message", *REASONING_PARTS}
+    return turns if speaks and no_calls and end == WHOLE[dialect.name] else []
 
 
-def keys_of(request: Request) -> dict[str, str]:
-    """The headers that let a client in."""
-    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
-    return {name: key for name, key in keys.items() if key}
+@dataclasses.dataclass
+class Agent:
+    """What was seen of the clients with one User-Agent."""
+
+    name: str
+    helps: bool = False  # it was seen that reading ahead would have helped
+    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
+    reasons: bool = False  # they sent reasoning back
+    parts: bool = False  # they sent answers as lists of parts
 
 
-def talk_of(exchange: Exchange) -> tuple[str, ...]:
-    """Which client's conversation a request belongs to."""
-    told = map(exchange.request.get, CLIENT_HEADERS)
-    return exchange.trace.conversation, exchange.address, *told
-
-
+@dataclasses.dataclass(eq=False)
 class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Behind it stands a placeholder, since many templates render the last turns in another way
-    until a user has spoken; the answer is one token, which nobody reads."""
+    """A prompt to be read before a client's request begins with it: a head, or a conversation."""
 
-    def __init__(self, path: str, view: View, keys: dict[str, str] | None = None) -> None:
-        self.path, self.view, self.keys = path, view, keys
-        body = {**front_members(view.body), "stream": False}
-        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
+    path: str
+    view: View  # as it was forwarded
+    keys: dict[str, str] | None = None  # None: the newest client's
+    agent: Agent = dataclasses.field(default_factory=lambda: Agent(""))
+    answer: bytes = b""  # until it stands in `view`
+    due: bool = True  # to be read
+    closed: bool = False  # was read, or given up
+    sock: socket.socket | None = None
+    waiting: set[Exchange] = dataclasses.field(default_factory=set)  # what is held for it
+    usage: Usage = dataclasses.field(default_factory=Usage)
+    idle_tokens: int = 0
+
+    def body(self) -> bytes:
+        """One token is wanted, which nobody reads. Behind the prompt stands a placeholder: many
+        templates render the last turns in another way until a user has spoken."""
+        body = {**front_members(self.view.body), "stream": False}
+        body["max_output_tokens" if self.view.dialect.name == "responses" else "max_tokens"] = 1
         placeholder = turn_of({"role": "user", "content": "."})
-        self.body = View(body, view.dialect, [], [*view.turns, placeholder]).dump()
-        self.sock: socket.socket | None = None
-        self.closed = False  # given up, or answered
-        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-        self.usage = Usage()
+        return View(body, self.view.dialect, [], [*self.view.turns, placeholder]).dump()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -5736,53 +5709,29 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        with suppress(RecursionError):  # nested deeply
-            turns = [
-                [(one.role, told_of(one).rstrip()) for one in of]
-                for of in (self.view.turns, view.turns[: len(self.view.turns)])
-            ]
-            same = path == self.path and turns[0] == turns[1]
-            return same and front_as_read(view) == front_as_read(self.view)
+        if path == self.path:
+            with suppress(RecursionError):  # nested deeply
+                front, turns = read_form(self.view)
+                other_front, other_turns = read_form(view)
+                return front == other_front and turns == other_turns[: len(turns)]
         return False
 
-
-def is_shape(row: list[str]) -> bool:
-    """Whether a row of WARMUP_FILE is a Shape."""
-    form, after, before = row
-    texts = isinstance(form, str) and isinstance(after, str) and isinstance(before, str)
-    return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
-
-
-@dataclasses.dataclass
-class Agent:
-    """What was seen of the clients with one User-Agent."""
-
-    name: str
-    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
-    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
-    reasons: bool = False  # they sent reasoning back
-    parts: bool = False  # they sent answers as lists of parts
-
-
-@dataclasses.dataclass
-class Talk:
-    """A conversation's newest prompt, as it was forwarded, and the answer to it."""
-
-    agent: Agent
-    path: str
-    keys: dict[str, str]
-    view: View
-    answer: bytes
-    due: bool = True  # to be read ahead
-    prefill: Prefill | None = None
-    idle_tokens: int = 0
+    def add_answer(self) -> bool:
+        """Put the answer behind the prompt, as the client will repeat it; False if nothing tells."""
+        answer, self.answer = self.answer, b""
+        if answers := [turn for turn in self.view.turns if turn.role == "assistant"]:
+            self.agent.reasons = bool(Prompt(self.view).reasoning)
+            self.agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
+        echo = echo_of(answer, self.view.dialect, self.agent.reasons, self.agent.parts)
+        self.view = dataclasses.replace(self.view, turns=[*self.view.turns, *echo])
+        return bool(echo)
 
 
 class Warmup:
-    """Has the server read prompts before they are needed: after a start the heads of recent
-    conversations, later the newest one to keep it warm, and after each answer what the next prompt
-    begins with. At most one prefill is under way, and clients' requests go first: hold()."""
+    """Has the server read heads after a start, the newest one to keep it warm, and after an answer
+    what the next prompt begins with. One thread does it, while no request is running."""
 
+    LOOK = 0.1  # seconds between two looks at what is due
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
@@ -5792,251 +5741,95 @@ class Warmup:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
-        self.heads: dict[str, Json] = {}  # newest last
-        self.due: dict[str, Json] = {}  # those that the server has yet to read
-        self.learned: list[list[str]] = []  # as the file has it
-        self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
+        self.heads: dict[str, Prefill] = {}  # newest last
+        # (conversation, client) -> its newest prompt, newest last
+        self.talks: dict[tuple[str, bytes], Prefill] = {}
         self.agents: dict[str, Agent] = {}
+        self.prefill: Prefill | None = None  # the one that is under way
+        self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.over, self.wake = threading.Event(), threading.Event()
-        self.gate = threading.Lock()  # held while a prefill begins
-        self.prefill: Prefill | None = None
         self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
-        self.state = "off"
+        self.state = "waiting" if self.enabled else "off"
+        self.next_try = 0.0  # at a server that is away
+        self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
-        self.thread = None
-        if self.enabled:
-            self.load()
-            self.state = "waiting"
-            self.begin()
-
-    def begin(self) -> None:
-        """Start the thread, if there is none yet."""
-        with self.guard:
-            if self.thread is None and not self.over.is_set():
-                thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-                with suppress(RuntimeError):  # can't start new thread
-                    thread.start()
-                    self.thread = thread
+        if self.enabled or self.config.prefill_ahead != "0":
+            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+            self.thread.start()
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.wake.set()
-        with self.gate:
+        with self.guard:
             prefill = self.prefill
         if prefill is not None:
             prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
-    # --- the heads and their file -----------------------------------------------------------------
+    def run(self) -> None:
+        while not self.over.wait(self.LOOK):
+            with self.proxy.faults_logged("warm-up failed"):
+                self.step()
 
-    def open(self) -> None:
-        """See whether the file can be written. Raises OSError."""
-        if self.path:
-            if os.path.exists(self.path) and not os.path.isfile(self.path):
-                raise OSError("it is no plain file")
-            self.write(None)
-
-    def write(self, text: str | None) -> None:
-        """Write the file, whole or not at all; without a text only try to. Raises OSError."""
-        name = self.path + ".tmp"
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        try:
-            with open_private(name, "x") as file:
-                file.write(text or "")
-            if text is not None:
-                os.replace(name, self.path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-
-    def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
-        replay = self.proxy.replay
-        try:
-            with open(self.path, encoding="ascii") as file:
-                heads = json.load(file)
-            self.learned, lifter = heads.pop("learned", []), self.proxy.editor.lifter
-            if not all(map(is_shape, self.learned)):
-                raise ValueError("what was learned is not readable")
-            if lifter.learns:
-                lifter.learner.add([Shape(*row) for row in self.learned])
-                lifter.learner.news.clear()  # they were told when they were new
-            for key, head in heads.items():
-                dialect, counting = dialect_of(head["path"])
-                view = view_of(head["body"], dialect) if dialect is not None else None
-                if view is None or counting:
-                    raise ValueError(f"{key[:80]!r} is no head")
-                if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
-                self.keep(key, head)
-        except FileNotFoundError:  # none yet, or none wanted
-            pass
-        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
-            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
-            self.proxy.log.warning(text, self.path, error)
-        self.due = dict(self.heads)
-
-    def keep(self, key: str, head: Json) -> None:
-        """Make a head the newest one; the oldest may go."""
-        self.heads.pop(key, None)
-        self.heads[key] = head
-        if len(self.heads) > self.config.warmup_heads:
-            oldest = next(iter(self.heads))
-            del self.heads[oldest]
-            self.due.pop(oldest, None)
-
-    def remember(self, exchange: Exchange) -> None:
-        """Keep the head (system, tools, model) of a request that was answered."""
-        view, verdict = exchange.view, exchange.verdict
-        if not self.enabled or view is None or verdict is None or verdict.side:
-            return
-        if not (view.dialect.edited and view.system()):
-            return
-        path = exchange.request.path.split("?")[0]
-        body = Prefill(path, View(view.body, view.dialect, [], view.turns[: view.leading()])).body
-        ident = digest(view.dialect.name, body).hex()
-        self.keys = keys_of(exchange.request)
+    def step(self) -> None:
+        """Have the server read what is due, if nothing else is going on."""
+        now = time.monotonic()
+        idle = now - self.proxy.last_end
         with self.guard:
-            newest = next(reversed(self.heads), None)
-            self.keep(ident, {"path": path, "body": json.loads(body)})
-            self.due.pop(ident, None)  # the client itself had it read
-            learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
-            if (ident != newest or learned != self.learned) and self.path:
-                self.learned = learned
-                more = {"learned": learned} if learned else {}
-                try:
-                    self.write(json.dumps({**self.heads, **more}))
-                except OSError as error:
-                    text = "WARMUP_FILE=%r cannot be written any more: %s"
-                    self.proxy.log.warning(text, self.path, error)
-                    self.path = ""
-
-    # --- reading ahead ----------------------------------------------------------------------------
-
-    def agent(self, request: Request) -> Agent:
-        name = request.get("user-agent")
-        with self.guard:
-            agent = self.agents.get(name) or Agent(visible(name[:60]) or "clients without a name")
-            remember(self.agents, name, agent, 256)
-        return agent
-
-    def reads_ahead(self, agent: Agent) -> bool:
-        """Whether prompts of such clients are read ahead."""
-        mode = self.config.prefill_ahead
-        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
-        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
-
-    def notice(self, exchange: Exchange, case: Case) -> None:
-        """Note that reading ahead would have helped; with `auto` that is when it begins."""
-        kind, owner = case.verdict.kind, self.proxy.backend.owner
-        side = kind == "taken" and any(one.side for one in case.between)
-        agent = self.agent(exchange.request)
-        if self.config.prefill_ahead == "auto" and owner and (kind == "template" or side):
-            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
-            if not agent.helps:
-                agent.helps = HELPFUL[kind]
-                self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
-
-    def told(self) -> str:
-        """For whom it is on, for the page; '' where nothing came up."""
-        agents = list(self.agents.values())
-        told = [one.name for one in agents if self.reads_ahead(one)]
-        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
-        helps = any(one.helps for one in agents) and not told
-        return "off: the server is no llama.cpp" if helps else ", ".join(told)
-
-    def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Called before a client's request is forwarded: its conversation goes on. See whether
-        what was read ahead is what it begins with."""
-        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
-        if not self.reads_ahead(agent) or side_of(view, sub_agent):
+            talk = next((talk for talk in self.talks.values() if talk.due), None)
+        if self.proxy.running:
             return
-        with self.guard:
-            talk = self.talks.pop(talk_of(exchange), None)
-        prefill = talk.prefill if talk is not None else None
-        if prefill is not None and prefill.begins(path, view):
-            agent.wrong, exchange.ahead = 0, prefill.usage.prompt
-        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
-            agent.wrong += 1
-        if agent.wrong > 1:
-            text = "read ahead | given up for %s: other prompts came than were predicted"
-            self.proxy.log.info(text, agent.name)
-        elif view.dialect.edited and exchange.tap is not None:
-            exchange.tap.whole = bytearray()
-
-    def plan(self, exchange: Exchange) -> None:
-        """Called after an answer: have the server read what the next prompt begins with, or read
-        it again after a side request. The answer is looked into later, in the thread."""
-        view, tap, agent = exchange.view, exchange.tap, self.agent(exchange.request)
-        if view is None or exchange.verdict is None or not self.reads_ahead(agent):
-            return
-        key, last, size = talk_of(exchange), view.turns[-1:], len(exchange.forwarded or b"")
-        fit = all(one.item and one.role != "assistant" for one in last) and size <= AHEAD_BYTES
-        fit = fit and view.body.get("n") in (None, 1) and not goes_on_elsewhere(view)
-        with self.guard:
-            if exchange.verdict.side:
-                mine = [one for name, one in self.talks.items() if name[1:] == key[1:]]
-                for talk in mine[-1:]:
-                    talk.due = True
-            elif fit and tap is not None and tap.whole and not exchange.fault:
-                path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
-                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
-                self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
-                if len(self.talks) > TALKS:
-                    del self.talks[next(iter(self.talks))]
-        self.begin()
-        self.quiet()
-
-    def quiet(self) -> None:
-        """Called when no request is running any more."""
-        if any(talk.due for talk in list(self.talks.values())):
-            self.wake.set()
-
-    def read_ahead(self, talk: Talk) -> None:
-        """Have the server read what a conversation's next prompt begins with."""
-        if talk.prefill is None:
+        if talk is not None and idle >= self.config.prefill_ahead_seconds:
             talk.due = False  # what fails is not tried again
-            view, agent, before = talk.view, talk.agent, Prompt(talk.view)
-            answers = [turn for turn in view.turns if turn.role == "assistant"]
-            if answers:
-                agent.reasons = bool(before.reasoning)
-                agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
-            echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
-            talk.view, talk.answer = dataclasses.replace(view, turns=[*view.turns, *echo]), b""
-            if not echo:
-                return
-        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
-        talk.due = False
-        started = time.monotonic()
-        status = self.send(prefill)
-        read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
-        talk.idle_tokens += read
-        told = {200: f"{read:,} of {whole:,} tokens read", 0: "interrupted"}
-        seconds, words = time.monotonic() - started, told.get(status, f"status {status}")
-        self.proxy.log.info("read ahead | %s | %.1f s | %s", talk.agent.name, seconds, words)
+            if not talk.answer or talk.add_answer():
+                self.send(talk, f"read ahead | {talk.agent.name}")
+        elif idle >= self.FIRST_WAIT and now >= self.next_try:  # else an agent runs its tools
+            self.warm(idle)
 
-    # --- the work ---------------------------------------------------------------------------------
+    def send(self, prefill: Prefill, name: str) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.guard:
+            prefill.usage = Usage()
+            prefill.closed = bool(self.proxy.running) or self.over.is_set()
+            if prefill.closed:
+                return 0
+            self.prefill = prefill  # a request that comes from now on finds it, see hold()
+        told, started, status = "interrupted", time.monotonic(), 0
+        try:
+            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
+            keys = self.keys if prefill.keys is None else prefill.keys
+            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body(), prefill.opened)
+            if status:
+                told = f"the server answers {status}"
+            if status == 200:
+                prefill.usage = usage_of([[members(answer)]])
+                told = f"tokens read: {read_of(prefill.usage)}"
+        except OSError:
+            pass
+        finally:
+            self.prefill, prefill.sock, prefill.closed = None, None, True
+        read = prefill.usage.read() or 0
+        prefill.idle_tokens += read
+        with self.proxy.metrics.guard:
+            self.proxy.metrics.counts["idle_tokens_total", ""] += read
+        self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
+        return status
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a client's request is forwarded. One that begins with the prompt that the
         server is reading waits until that has been read: the server would notice a cancel late, and
         read it all again in another slot. Any other that needs the model ends the prefill, unless a
         client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
-        request, view = exchange.request, exchange.view
-        with self.gate:
-            prefill = self.prefill
-        if exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
+        view, path = exchange.view, exchange.request.path.partition("?")[0]
+        if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        path = request.path.split("?")[0]
+        with self.guard:
+            prefill = self.prefill
         if prefill is not None and view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
@@ -6050,103 +5843,191 @@ class Warmup:
         if view is not None:
             self.follow(exchange, view, path)
 
-    def run(self) -> None:
-        wait: float | None = self.FIRST_WAIT
-        while not self.over.is_set():
-            self.wake.wait(wait)
-            self.wake.clear()
-            wait = self.AWAY_WAIT
-            with self.proxy.faults_logged("warm-up failed"):
-                wait = self.step()
+    def load(self) -> None:
+        """Read the heads of earlier runs. Raises OSError when the file cannot be written."""
+        replay, lifter = self.proxy.replay, self.proxy.editor.lifter
+        if not self.path:
+            return
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        try:
+            with open(self.path, encoding="ascii") as file:
+                heads = json.load(file)
+            shapes = [Shape(*map(str, row)) for row in heads.pop("learned", ())]
+            if lifter.learns:
+                lifter.learner.add(shapes)
+                lifter.learner.news.clear()  # they were told when they were new
+            for key, head in list(heads.items())[-self.config.warmup_heads :]:
+                view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
+                if self.config.scrub and self.config.replay:
+                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
+                self.heads[key] = Prefill(head["path"], view)
+        except FileNotFoundError:  # none yet
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
+            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
+            self.proxy.log.warning(text, self.path, error)
+        self.write()
+
+    def remember(self, exchange: Exchange, view: View) -> None:
+        """Keep the head of a request that was answered."""
+        if not self.enabled or not view.dialect.edited or not view.system():
+            return
+        self.keys, path = keys_of(exchange.request), exchange.request.path.partition("?")[0]
+        front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
+        body = front.dump()  # the turns of the view would keep all of the request in memory
+        head = Prefill(path, view_of(parse(body), view.dialect), due=False)
+        key = digest(path, body).hex()
+        written = key, list(self.proxy.editor.lifter.learner.shapes)
+        with self.guard:
+            self.heads.pop(key, None)
+            self.heads[key] = head
+            if len(self.heads) > self.config.warmup_heads:
+                del self.heads[next(iter(self.heads))]
+            if written != self.written and self.path:
+                self.written = written
+                try:
+                    self.write()
+                except OSError as error:
+                    text = "WARMUP_FILE=%r cannot be written any more: %s"
+                    self.proxy.log.warning(text, self.path, error)
+                    self.path = ""
+
+    def write(self) -> None:
+        """Write the file, whole or not at all. Raises OSError."""
+        name = self.path + ".tmp"
+        rows: Json = {
+            key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()
+        }
+        if shapes := list(self.proxy.editor.lifter.learner.shapes):
+            rows["learned"] = shapes
+        try:
+            with open_private(name, "w") as file:
+                json.dump(rows, file)
+            os.replace(name, self.path)
+        finally:
+            with suppress(OSError):
+                os.unlink(name)
+
+    def warm(self, idle: float) -> None:
+        """Read heads after a start and after the backend was away; keep the newest one warm."""
+        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
+        with self.guard:
+            heads = list(self.heads.values())
+        if backend.lost_at != self.lost_at and self.path:
+            for head in heads:
+                head.due = True
+        self.lost_at = backend.lost_at
+        due = [head for head in heads if head.due]
+        if not due and keepalive and idle >= keepalive:
+            due = heads[-1:]
+        if not due or self.keys is None:
+            return  # a server that has nothing to read is not asked anything
+        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
+            backend.lost()
+            self.state = "the server is away"
+            self.next_try = time.monotonic() + self.AWAY_WAIT
+            return
+        for number, head in enumerate(due, 1):
+            self.state = f"head {number} of {len(due)}"
+            status = self.send(head, f"warm-up | {self.state}")
+            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
+            if status in (401, 403):
+                self.keys = None  # until a client brings one that is taken
+                return
+            if status in self.NOT_READY:
+                self.next_try = time.monotonic() + self.AWAY_WAIT
+                return
+            head.due, self.proxy.last_end = False, time.monotonic()
+
+    def agent(self, request: Request) -> Agent:
+        key = request.get("user-agent")
+        with self.guard:
+            if key not in self.agents:
+                name = visible(key[:60]) or "clients without a name"
+                remember(self.agents, key, Agent(name), 256)
+            return self.agents[key]
+
+    def reads_ahead(self, agent: Agent) -> bool:
+        """Whether prompts of such clients are read ahead."""
+        mode = self.config.prefill_ahead
+        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
+        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        """Note that reading ahead would have helped; with `auto` that is when it begins."""
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
+        agent = self.agent(exchange.request)
+        side = kind == "taken" and any(one.side for one in case.between)
+        found = self.config.prefill_ahead == "auto" and owner and (kind == "template" or side)
+        if found and not agent.helps:
+            agent.helps = True
+            on = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            why = "a side request takes the slot" if side else "the chat template changes old turns"
+            self.proxy.log.info("read ahead | %s for %s: %s", on, agent.name, why)
+
+    def told(self) -> str:
+        """For whom it is on, for the page; '' where nothing came up."""
+        agents = list(self.agents.values())
+        told = [one.name for one in agents if self.reads_ahead(one)]
+        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        helps = any(one.helps for one in agents) and not told
+        return "off: the server is no llama.cpp" if helps else ", ".join(told)
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """Called before a client's request is forwarded: see whether what was read ahead is what
+        it begins with."""
+        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
+        if not self.reads_ahead(agent) or side_of(view, sub_agent):
+            return
+        with self.guard:
+            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
+        if talk is not None and talk.closed and talk.begins(path, view):
+            agent.wrong, exchange.ahead = 0, talk.usage.prompt
+        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
+            agent.wrong += 1
+            if agent.wrong > 1:
+                text = "read ahead | given up for %s: other prompts came than were predicted"
+                self.proxy.log.info(text, agent.name)
+        if view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
+
+    def plan(self, exchange: Exchange, view: View, side: str) -> None:
+        """Called after an answer: what the next prompt begins with is to be read; after a side
+        request, to be read again."""
+        tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
+        if not self.reads_ahead(agent):
+            return
+        fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
+        fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
+        fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
+        with self.guard:
+            if side:
+                mine = [talk for (_, whose), talk in self.talks.items() if whose == client]
+                for talk in mine[-1:]:
+                    talk.due = True
+            elif fit and tap is not None and tap.whole:
+                path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
+                name = exchange.trace.conversation
+                keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
+                self.talks[name, client] = Prefill(path, view, keys, agent, bytes(tap.whole))
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
 
     def rest(self) -> None:
         """Wait until what follows an answer that just came has been read ahead."""
         until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
         while self.prefill or time.monotonic() < until:
-            talks = list(self.talks.values())
-            if any(one.prefill and one.prefill.closed and not one.due for one in talks):
+            if any(one.closed and not one.due for one in list(self.talks.values())):
                 return
             time.sleep(0.01)
-
-    def step(self) -> float | None:
-        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
-        with self.guard:
-            talk = next((talk for talk in self.talks.values() if talk.due), None)
-        if talk is not None and not self.proxy.running and not self.over.is_set():
-            idle = time.monotonic() - self.proxy.last_end
-            wait = max(0.0, self.config.prefill_ahead_seconds - idle)
-            if not wait:
-                self.read_ahead(talk)
-            return wait
-        if not self.enabled:
-            return None
-        self.warm()
-        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
-
-    def warm(self) -> None:
-        """Read heads after a start and after the backend was away; keep the newest one warm."""
-        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
-        idle = time.monotonic() - self.proxy.last_end
-        if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
-            return  # an agent that runs its tools is not idle
-        with self.guard:
-            if backend.lost_at != self.lost_at:
-                self.lost_at = backend.lost_at
-                self.due = dict(self.heads) if self.config.warmup_file else {}
-            heads = list(self.due.items())
-            if not heads and keepalive and idle >= keepalive:
-                heads = list(self.heads.items())[-1:]
-        if not heads or self.keys is None:
-            return  # a server that has nothing to read is not asked anything
-        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
-            backend.lost()
-            self.state = "the server is away"
-            return
-        for number, (key, head) in enumerate(heads, 1):
-            started = time.monotonic()
-            self.state = name = f"head {number} of {len(heads)}"
-            view = view_of(head["body"], dialect_of(head["path"])[0] or guess_dialect(head["body"]))
-            del view.turns[-1:]  # the placeholder
-            status = self.send(Prefill(head["path"], view))
-            ended = time.monotonic()
-            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
-            self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in (401, 403):
-                self.keys = None  # until a client brings one that is taken
-            if status in (401, 403, *self.NOT_READY):
-                return
-            self.proxy.last_end = ended
-            with self.guard:
-                self.due.pop(key, None)
-
-    def send(self, prefill: Prefill) -> int:
-        """Have the server read a prompt; returns the status, 0 without an answer."""
-        with self.gate:
-            if self.proxy.running or self.over.is_set():
-                prefill.closed = True
-                return 0  # a request that comes later than this finds `prefill` in hold()
-            self.prefill = prefill
-        metrics, status = self.proxy.metrics, 0
-        try:
-            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
-            keys = self.keys if prefill.keys is None else prefill.keys
-            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
-            if status == 200:
-                prefill.usage = usage_of([[members(answer)]])
-                with metrics.guard:
-                    metrics.idle_tokens += prefill.usage.read() or 0
-        except OSError:
-            pass
-        finally:
-            self.prefill, prefill.closed = None, True
-        return status
 
 
 # ==================================================================================================
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# A page is complete without its script, which renews the elements of <main> that have an id.
+# A page is complete without its script, which renews <main>.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -6165,7 +6046,7 @@ dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 .row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
 </style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
-<main>%(main)s</main>
+<main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
 addEventListener("click", async (event) => {
   const button = event.target.closest("[data-copy]");
@@ -6177,76 +6058,36 @@ addEventListener("click", async (event) => {
     getSelection().selectAllChildren(button.previousElementSibling);
   }
 });
+const main = document.querySelector("main");
 const named = (one) => one.getAttribute("href") || one.dataset.copy;
-if (document.getElementById("facts")) setInterval(async () => {
+if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
+  const focus = named(document.activeElement);
   try {
     const answer = await fetch("/kvproxy");
     if (!answer.ok) throw answer.status;
     const text = await answer.text();  // the head has another nonce, and is left out
-    const main = text.slice(text.indexOf("<main>"), text.indexOf("</main>"));
-    const page = new DOMParser().parseFromString(main, "text/html");
-    for (const part of document.querySelectorAll("main > [id]")) {
-      const news = page.getElementById(part.id), focused = document.activeElement;
-      part.className = news.className;
-      if (news.innerHTML === part.innerHTML) continue;
-      const name = part.contains(focused) ? named(focused) : null;
-      part.innerHTML = news.innerHTML;
-      const again = [...part.querySelectorAll("a, button")].find((one) => named(one) === name);
-      if (name && again) again.focus({ preventScroll: true });
-    }
-    document.title = document.getElementById("state").textContent + " - kvproxy";
+    const news = text.slice(text.indexOf("<main>") + 6, text.indexOf("</main>"));
+    if (news !== main.shown) main.innerHTML = main.shown = news;
   } catch (error) {
-    const state = document.getElementById("state");
-    document.title = state.textContent = "kvproxy does not answer; this is what it told last";
-    state.className = "state bad";
+    document.getElementById("state").textContent = main.shown =
+      "kvproxy does not answer; this is what it told last";
+    document.getElementById("state").className = "state bad";
   }
+  const again = [...main.querySelectorAll("a, button")].find((one) => named(one) === focus);
+  if (again) again.focus({ preventScroll: true });
+  document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script></body></html>
 """
-MAIN = """
-<p id="off" class="fair">{off}</p>
-<p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
-<div id="facts">{facts}</div>{far}
-<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
+DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
-SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
-
-METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
-    # (name, the label under which Metrics.counts holds its values or what gives its value, help)
-    ("kvproxy_requests_total", "status", "Requests forwarded, by the status of their answers."),
-    ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
-    ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
-    ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
-    ("kvproxy_idle_tokens_total", lambda on: on.metrics.idle_tokens, "Tokens read in idle time."),
-    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
-    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
-    ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
-    ("kvproxy_backend_up", lambda on: on.backend.up(), "Whether the server took the last request."),
-    ("kvproxy_build_info", "version", "The version of kvproxy."),
-    (
-        "kvproxy_first_byte_seconds_total",
-        lambda on: on.metrics.first_bytes[0],
-        "Seconds from a prompt to its answer's first byte, summed up.",
-    ),
-    ("kvproxy_first_bytes_total", lambda on: on.metrics.first_bytes[1], "Answers that began."),
-    (
-        "kvproxy_learned_shapes",
-        lambda on: len(on.editor.lifter.learner.shapes),
-        "What was seen to vary in system prompts.",
-    ),
-    ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
-    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
-)
 
 # Headers with which a web server in front tells that a request is somebody else's.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
@@ -6276,30 +6117,28 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
+        ours = not origin or origin.partition("://")[2] == request.get("host")
+        same_site = ours and site in ("", "none", "same-origin")  # as browsers tell
         near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
-        if path == "/kvproxy" and self.same_site(request):
+        if path == "/kvproxy" and same_site:
             return self.page(near, request.get("host"))
-        if not (near and self.same_site(request)):
+        if not (near and same_site):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+            return self.json(200, {"requests": [row_of(exchange) for exchange in recent]})
         wanted = request.get("accept")
-        as_json = "application/json" in wanted and "text/html" not in wanted
-        for exchange in recent:
+        if "application/json" in wanted and "text/html" not in wanted:
+            path = path.removesuffix(".json") + ".json"
+        for exchange in map(copy.copy, recent):  # the bodies may be let go of meanwhile
             if path == f"/kvproxy/requests/{exchange.number}":
-                return self.detail(exchange) if as_json else self.request_page(exchange)
+                return self.request_page(exchange)
             if path == f"/kvproxy/requests/{exchange.number}.json":
                 return self.detail(exchange)
         return self.error(404, "There is no such page.")
-
-    def same_site(self, request: Request) -> bool:
-        """Whether a request comes from no other site's page, as browsers tell."""
-        origin, site = request.get("origin"), request.get("sec-fetch-site")
-        ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6308,30 +6147,36 @@ class Pages:
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
 
-    def row(self, exchange: Exchange) -> Json:
-        """A request in numbers."""
-        request, verdict = exchange.request, exchange.verdict
-        usage, start = exchange.usage, exchange.started
-        row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
-        row |= {"path": printable(request.path), "status": exchange.status}
-        row |= {"fault": exchange.fault or None, "error": exchange.error or None}
-        row |= {"client": client_of(exchange), "model": exchange.model or None}
-        row["report"] = dataclasses.asdict(exchange.report)
-        row["conversation"] = exchange.trace.conversation or None
-        row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
-        row["verdict"] = dataclasses.asdict(verdict) if verdict else None
-        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
-        return row | {
-            key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
-        }
+    def metrics(self) -> str:
+        """Prometheus text format."""
+        proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
+        with metrics.guard:
+            values = dict(metrics.counts)
+            rate = reused_share(metrics.window)
+        if rate is not None:
+            values["hit_ratio", ""] = rate
+        if proxy.backend.away is not None:
+            values["backend_up", ""] = int(not proxy.backend.away)
+        values["running_requests", ""] = proxy.running
+        values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
+        values["replay_bytes", ""] = proxy.replay.size()
+        values["ledger_bytes", ""] = proxy.ledger.size
+        for name, label, text in METRICS:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
+            for (of, value), number in sorted(values.items()):
+                if of == name:
+                    labels = f'{{{label}="{value}"}}' if label else ""
+                    lines.append(f"kvproxy_{name}{labels} {number}")
+        return "\n".join(lines) + "\n"
 
-    def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
+    def compared(self, exchange: Exchange) -> Json:
         """What stands about a request beside its bodies: what differs between the two prompts, and
         where its tokens go, if the bodies are not too long."""
-        row: Json = {**self.row(exchange), "answer": exchange.answer, "diff": []}
+        row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
-        with contextlib.suppress(Unreadable, RecursionError):
-            for raw in bodies:
+        with suppress(Unreadable, RecursionError):
+            for raw in (exchange.received, exchange.forwarded):
                 if raw is not None and exchange.dialect is not None and comparable(raw):
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
         if len(prompts) == 2:
@@ -6343,37 +6188,18 @@ class Pages:
     def detail(self, exchange: Exchange) -> Answer:
         """A request with its body as received and as forwarded. Takes at most ten times the memory
         of the two."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
         body = bytearray(row.encode("utf-8", "backslashreplace"))
         del row
-        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+        for name in ("received", "forwarded"):
+            raw = getattr(exchange, name)
             text = None if raw is None else raw.decode("utf-8", "replace")
-            body += name + json.dumps(text, ensure_ascii=False).encode()
+            body += f', "{name}": '.encode() + json.dumps(text, ensure_ascii=False).encode()
         body += b"}"
         return 200, body, self.HEADERS, "application/json"
 
-    def metrics(self) -> str:
-        """Prometheus text format."""
-        lines = []
-        with self.proxy.metrics.guard:
-            counts = sorted(self.proxy.metrics.counts.items())
-            for name, source, text in METRIC_HELP:
-                kind = "counter" if name.endswith("_total") else "gauge"
-                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-                if callable(source):
-                    value = source(self.proxy)
-                    lines += [f"{name} {value}"] if value is not None else []
-                    continue
-                for (label, of), count in counts:
-                    if label == source:
-                        lines.append(f'{name}{{{label}="{of}"}} {count}')
-        return "\n".join(lines) + "\n"
-
-    # --- the page ---------------------------------------------------------------------------------
-
-    def html(self, title: str, main: str) -> Answer:
-        """A page of these parts, which are HTML."""
+    def html(self, title: str, main: str, foot: str) -> Answer:
+        """A page with this HTML."""
         nonce = uuid.uuid4().hex
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
@@ -6381,7 +6207,8 @@ class Pages:
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        parts = {"title": title, "main": main, "nonce": nonce, "version": __version__}
+        parts = {"title": html.escape(title), "main": main, "foot": foot}
+        parts |= {"nonce": nonce, "version": __version__}
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
@@ -6391,237 +6218,217 @@ class Pages:
         if not proxy.running:
             proxy.backend.look()
         with proxy.guard:
-            active = [one for one in proxy.active if one.dialect is not None]
+            requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
-            state, tone, hint = self.state(near)
-            facts, rows = self.facts(), "".join(map(self.running_item, reversed(active)))
-            recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
-        rows = f"<ol>{rows}</ol>" * bool(rows) + self.groups(recent, near)
-        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
-        fields = Config.__dataclass_fields__
-        off = [name for name in SWITCHES if not getattr(config, name)]
-        off = [f"{name.upper()}=0 ({fields[name].metadata['help']})" for name in off]
-        parts = {"state": html.escape(state), "tone": tone, "hint": hint, "facts": facts}
-        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "far": ""}
-        parts |= {"rows": rows or f"<p>{none}.</p>", "learned": self.learned() if near else ""}
-        more = ""
+            state, tone, hint, cure = self.headline(near)
+            requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
+        none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
+        settings = {name.upper(): value for name, value in vars(config).items()}
+        about = {name: text for name, _, text in Config.table()}
+        off = [f"{name}=0 ({about[name]})" for name, value in settings.items() if value is False]
         if near:
-            settings = dataclasses.asdict(config).items()
-            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
-            more += "<details><summary>Settings in force</summary><pre>"
-            more += html.escape(told) + "</pre></details>"
+            more += DETAILS.format("Settings in force", html.escape(told))
         else:
             found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
             name = found[1].strip("[]") if found else "THAT-MACHINE"
-            line = COPY.format(html.escape(SHELL.format(port, name)))
-            parts["far"] = (
-                f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
-                f" http://127.0.0.1:{port}/kvproxy</p>"
-            )
-        return self.html(parts["state"], MAIN.format(**parts) + more)
+            line = COPY.format(html.escape(f"ssh -L {port}:127.0.0.1:{port} {name}"))
+            more = tag("h2", "Prompts are shown on that machine only")
+            more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
+        main = [
+            tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
+            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
+            f'<div id="hint">{tag("p", hint, "soft")}{copied(cure)}</div>{self.facts()}',
+            tag("h2", "Last requests") + (self.rows(requests, near) or tag("p", none)),
+            self.learned() if near else "",
+        ]
+        return self.html(state, "".join(main), more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row, usage = self.compared(exchange, bodies), exchange.usage
-        title = f"Request {exchange.number}"
-        facts = {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time)),
-            "client": row["client"],
-            "model": exchange.model or "-",
-            "path": row["path"],
-            "status": str(exchange.status or "-"),
-            "tokens read": read_of(usage),
-            "time for": waits(exchange),
-        }
-        main = [f'<p class="state">{title}</p>{defined(facts)}', *self.verdict(exchange)]
+        row, title = self.compared(exchange), f"Request {exchange.number}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        facts = {"sent": when, **facts_of(exchange)}
+        main = [tag("p", title, "state"), defined(facts), verdict_html(exchange)]
         if "where it goes" in row:
             weights = row["where it goes"]
             told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
             told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
-            estimated = ", estimated" * weights["estimated"]
-            main.append(f"<h2>Where its tokens go{estimated}</h2>{defined(told)}")
+            estimated = ", estimated" if weights["estimated"] else ""
+            main += [tag("h2", f"Where its tokens go{estimated}"), defined(told)]
         changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
-        main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
+        main += [tag("h2", "What kvproxy changed in the prompt"), f"<pre>{changed}</pre>"]
         if exchange.answer:
-            main.append(f"<h2>The answer begins</h2><pre>{html.escape(exchange.answer)}</pre>")
-        for name, body in zip(("Received", "Forwarded"), bodies, strict=True):
+            main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
+        for name, body in (("Received", exchange.received), ("Forwarded", exchange.forwarded)):
             size = "no longer kept" if body is None else f"{len(body):,} bytes"
             text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
             text += "\n..." if len(body or b"") > BODY_SHOWN else ""
-            same = " (the same)" if name == "Forwarded" and bodies[0] == body is not None else ""
-            main.append(
-                f"<details><summary>{name}: {size}{same}</summary><pre>{text}</pre></details>"
-            )
-        link = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
-        return self.html(title, "\n".join([*main, link]))
+            main.append(DETAILS.format(f"{name}: {size}", text))
+        more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
+        return self.html(title, "".join(main), more)
 
-    def state(self, near: bool) -> tuple[str, str, str]:
-        """What a person wants to know first, its tone, and what explains and cures it, as HTML.
-        Words of a prompt are for this machine only."""
-        metrics = self.proxy.metrics
+    def headline(self, near: bool) -> tuple[str, str, str, str]:
+        """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
+        prompt are for this machine only."""
+        metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
+        known, server = self.proxy.backend.known, self.server()
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
         if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
-            return self.failure(last, near)
+            told = (last.error or last.fault) if near else ""
+            if last.status not in (502, 503, 504):
+                return f"The last request failed ({last.status})", "bad", told, ""
+            if known and "state" not in known:
+                return "The model server answers again", "fair", server, ""
+            words = "is not ready" if last.status == 503 else "does not answer"
+            return f"The model server {words} ({last.status})", "bad", told, ""
         if not metrics.window:
-            reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
-            if metrics.judged and not reported:
-                return "The server does not report what it reused", "fair", ""
-            return "No prompt yet", "fair", self.invitation()
-        judged = [one for one in metrics.window if one.verdict.name != "cold"]
-        judged = [one for one in judged if one.verdict.step != "first prompt"]
+            if metrics.judged and not metrics.reported:
+                return "The server does not report what it reused", "fair", "", ""
+            there = f"No model server answers at {server}. {USUAL_PORTS}"
+            there = f"The model server answers at {server}." if known else there
+            hint = f"{there} Give your agent this address instead (Claude Code: without /v1):"
+            return "No prompt yet", "fair", hint, self.proxy.url + "/v1"
+        judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
+        judged = [one for one in judged if one.verdict.name != "cold"]
         firsts = counted(len(metrics.window) - len(judged), "first prompt")
         if not judged:
             hint = "Nothing can be reused until a conversation goes on."
-            return f"{firsts}, nothing to reuse so far", "fair", paragraph(hint)
-        name, least = metrics.window[-1].conversation, self.proxy.config.warn_reuse
-        newest = [one for one in judged if one.conversation == name] or judged
-        rate, again = reused_share(newest) or 0.0, 0
-        while again < len(judged) and judged[-1 - again].missed(least):
-            again += 1
-        if rate >= least and again < 3:
+            return f"{firsts}, nothing to reuse so far", "fair", hint, ""
+        talk = metrics.window[-1].conversation
+        newest = [one for one in judged if one.conversation == talk] or judged
+        rate = reused_share(newest) or 0.0
+        misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
+        if rate >= least and misses < 3:
             hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
             hint += f" conversation; {firsts} not counted."
-            return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
+            return f"The cache works: {int(100 * rate)}% reused", "good", hint, ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
-        if again >= 3:
-            state = f"The last {again} prompts were read again: {judged[-1].verdict.name}"
-        hint, cure = f"{metrics.cause('cold').capitalize()}.", ""
-        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
-        if missed and near:
-            hint += f" Last: {spoken_line(missed[-1])}"
-            cure = copied(missed[-1].cure)
-        return state, "bad", paragraph(html.escape(hint)) + cure
-
-    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
-        """What state() tells when the last request failed."""
-        known, told = self.proxy.backend.known, html.escape(last.error or last.fault) * near
-        state = f"The last request failed ({last.status})"
-        if last.status in (502, 503, 504):
-            if known and "state" not in known:
-                told = paragraph(html.escape(self.server()))
-                return "The model server answers again", "fair", told
-            words = "is not ready" if last.status == 503 else "does not answer"
-            state = f"The model server {words} ({last.status})"
-            told = told or "It may be loading its model."
-        return state, "bad", paragraph(told)
+        if misses >= 3:
+            state = f"The last {misses} prompts were read again: {judged[-1].verdict.name}"
+        hint = f"{metrics.cause().capitalize()}."
+        missed = [one.verdict for one in judged if one.missed and one.verdict.line()]
+        if not missed or not near:
+            return state, "bad", hint, ""
+        return state, "bad", f"{hint} Last: {spoken_line(missed[-1])}", missed[-1].cure
 
     def server(self) -> str:
         """Where the model server is, and what it told of itself."""
         known = described(self.proxy.backend.known)
         return self.proxy.backend.name() + (f": {known}" if known else "")
 
-    def invitation(self) -> str:
-        """What to do when no prompt came yet, as HTML."""
-        url = html.escape(self.proxy.url)
-        told = "<p>Give your agent this address instead of the server's, and send something:</p>"
-        told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
-        there = html.escape(self.server())
-        if self.proxy.backend.known:
-            return f'{told}<p class="good">The model server answers at {there}</p>'
-        return f'{told}<p class="bad">No model server answers at {there}. {USUAL_PORTS}</p>'
-
     def facts(self) -> str:
-        metrics, proxy = self.proxy.metrics, self.proxy
-        reused, read = metrics.counts["state", "reused"], metrics.counts["state", "read"]
-        unknown = "" if reused + read else "not reported" if metrics.judged else "-"
+        metrics, warmup = self.proxy.metrics, self.proxy.warmup
+        counts, tokens = metrics.counts, "prompt_tokens_total"
+        reused, read = counts[tokens, "reused"], counts[tokens, "read"]
+        saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
+        unknown = "" if metrics.reported else "not reported" if metrics.judged else "-"
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
+            "time saved, about": duration(saved) if metrics.long_tokens else "-",
             "requests": f"{metrics.number:,}",
-            "running now": str(proxy.running),
+            "running now": str(self.proxy.running),
             "server": self.server(),
+            "warm-up": warmup.state if warmup.enabled else "",
+            "read ahead": warmup.told(),
+            "tokens read in idle time": f"{idle:,}" if idle else "",
         }
-        if proxy.warmup.enabled:
-            facts["warm-up"] = proxy.warmup.state
-        if told := proxy.warmup.told():
-            facts["read ahead"] = told
-        if metrics.idle_tokens:
-            facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
-        return defined(facts) + paragraph(f"Time saved: {SAVED_BY}" if metrics.saved else "")
+        return defined(facts) + (tag("p", f"Time saved: {SAVED_BY}", "soft") if saved else "")
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""
-        rows = ""
-        for shape in list(self.proxy.editor.lifter.learner.shapes):
-            words = learned(shape).partition("; to fix it")[0]
-            saved = self.proxy.editor.lifter.learner.misses[shape.name()]
-            words += f"; saved {counted(saved, 'long read')}" if saved else ""
-            rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
+        rows, learner = "", self.proxy.editor.lifter.learner
+        for shape in list(learner.shapes):
+            words, setting = learned(shape)
+            if saved := learner.misses[shape.name()]:
+                words += f"; saved {counted(saved, 'long read')}"
+            rows += ITEM.format(html.escape(words), copied(setting))
         return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
 
-    def groups(self, recent: list[Exchange], near: bool) -> str:
-        """The last requests, newest first, those of a conversation together, as HTML."""
-        names: dict[int, str] = {}
-        found: dict[str, list[Exchange]] = {}
-        for one in reversed(recent):
-            verdict = one.verdict or Verdict()
-            base = names.get(verdict.base) if verdict.name != "new branch" else ""
-            names[one.number] = base or one.trace.conversation
-        for one in recent:
-            found.setdefault(names[one.number], []).append(one)
+    def rows(self, requests: list[Exchange], near: bool) -> str:
+        """Requests, newest first, those of a conversation together, as HTML."""
+        groups: dict[str, list[Exchange]] = {}
+        for one in requests:
+            name = one.trace.conversation[:8]
+            title = f"Conversation {name}" if name else "Other requests"
+            groups.setdefault(title if one.number else "Running now", []).append(one)
         told = ""
-        for name, requests in found.items():
-            title = f"Conversation {name[:8]}" if name else "Other requests"
-            rows = "".join(self.item(one, near) for one in requests)
-            told += f"<h3>{title}: {counted(len(requests), 'request')}</h3><ol>{rows}</ol>"
+        for title, group in groups.items():
+            rows = "".join(self.item(one, near) for one in group)
+            told += f"<h3>{title}: {counted(len(group), 'request')}</h3><ol>{rows}</ol>"
         return told
 
-    def running_item(self, exchange: Exchange) -> str:
-        """A request that is being served, as HTML."""
-        seconds = duration(time.monotonic() - exchange.started)
-        what = "is answered" if exchange.begun else "waits for the server"
-        cells = [f"<b>{what}</b>", f"for {seconds}", *self.cells(exchange)]
-        return ITEM.format("".join(f"<span>{cell}</span>" for cell in cells), "")
-
-    def cells(self, exchange: Exchange) -> list[str]:
-        """Who asks whom for what, as HTML."""
-        cells = [client_of(exchange), exchange.model, printable(exchange.request.path)]
-        return [html.escape(cell) for cell in cells if cell]
-
     def item(self, exchange: Exchange, near: bool) -> str:
-        """A request in the list, as HTML."""
-        usage, number = exchange.usage, exchange.number
-        told = f"{read_of(usage)} tokens read"
-        if exchange.status != 200:
-            told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
-        elif exchange.counting:
-            told = "counts tokens"
-        elif usage.read() is None:
-            told = "reuse not reported"
-        when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
-        when = f"#{number} <time>{when}</time>"
-        if near:
-            when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
-        cells = [html.escape(told), waits(exchange), *self.cells(exchange)]
-        line = when + "".join(f"<span>{cell}</span>" for cell in cells)
-        return ITEM.format(line, "".join(self.verdict(exchange, near)))
-
-    def verdict(self, exchange: Exchange, near: bool = True) -> list[str]:
-        """What became of a request, why, and what cures it, as HTML."""
-        verdict, found = exchange.verdict, list[str]()
-        if near and (exchange.error or exchange.fault):
-            found.append(f'<p class="bad">{html.escape(exchange.error or exchange.fault)}</p>')
-        if verdict is not None:
-            kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
-            name = f'<b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>'
-            found.append(f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>")
-            if near and verdict.line():
-                found.append(f'<p class="soft">{html.escape(spoken_line(verdict))}</p>')
-                found.append(copied(verdict.cure))
-        return found
+        """A request in the list, as HTML; one without a number is being served."""
+        number = exchange.number
+        start = tag("b", "is answered" if exchange.begun else "waits for the server")
+        if number:
+            when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
+            start = f"#{number} <time>{when}</time>"
+        if number and near:
+            start = f'<a href="/kvproxy/requests/{number}">{start}</a>'
+        spans = "".join(tag("span", fact) for fact in facts_of(exchange).values())
+        return ITEM.format(start + spans, verdict_html(exchange, near) if number else "")
 
 
-def paragraph(text: str) -> str:
-    return f'<p class="soft">{text}</p>' if text else ""
+def facts_of(exchange: Exchange) -> dict[str, str]:
+    """What stands in a request's row and on its page."""
+    usage, start = exchange.usage, exchange.started
+    told = f"{read_of(usage)} tokens read"
+    if not exchange.number:
+        told = f"for {duration(time.monotonic() - start)}"
+    elif exchange.status != 200:
+        told = f"status {exchange.status}" if exchange.status else exchange.fault
+    elif exchange.counting:
+        told = "counts tokens"
+    elif usage.read() is None:
+        told = "reuse not reported"
+    ends = {"first byte": exchange.begun, "all": exchange.ended} if exchange.number else {}
+    times = [f"{name} {duration(at - start)}" for name, at in ends.items() if at]
+    facts = {"prompt": told, "time": ", ".join(times), "client": client_of(exchange)}
+    return {**facts, "model": exchange.model, "path": printable(exchange.request.path)}
+
+
+def row_of(exchange: Exchange) -> Json:
+    """A request in numbers."""
+    request, verdict, usage = exchange.request, exchange.verdict, exchange.usage
+    row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+    row |= {"path": printable(request.path), "status": exchange.status}
+    row |= {"fault": exchange.fault or None, "error": exchange.error or None}
+    row |= {"client": client_of(exchange), "model": exchange.model or None}
+    row |= {"report": vars(exchange.report), "conversation": exchange.trace.conversation or None}
+    row |= {"usage": {**vars(usage), "read": usage.read()}, "verdict": verdict and vars(verdict)}
+    for name, at in (("first_byte_ms", exchange.begun), ("total_ms", exchange.ended)):
+        row[name] = round(1000 * (at - exchange.started), 1) if at else None
+    return row
+
+
+def verdict_html(exchange: Exchange, near: bool = True) -> str:
+    """What became of a request, why, and what cures it, as HTML."""
+    verdict, told = exchange.verdict, exchange.error or exchange.fault
+    found = tag("p", told, "bad") if near and told else ""
+    if verdict is not None:
+        kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
+        name = tag("b", verdict.name, TONES.get(verdict.name, ""))
+        found += f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>"
+        if near and verdict.line():
+            found += tag("p", spoken_line(verdict), "soft") + copied(verdict.cure)
+    return found
+
+
+def tag(name: str, text: str, kind: str = "") -> str:
+    """An HTML element with a text; nothing for no text."""
+    kind = f' class="{kind}"' if kind else ""
+    return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
 
 
 def defined(facts: dict[str, str]) -> str:
-    """Names and values as an HTML list."""
-    pair = "<div><dt>{}</dt><dd>{}</dd></div>"
-    pairs = (pair.format(html.escape(name), html.escape(value)) for name, value in facts.items())
+    """Names and values, where there is one, as an HTML list."""
+    pairs = [
+        f"<div>{tag('dt', name)}{tag('dd', told)}</div>" for name, told in facts.items() if told
+    ]
     return f"<dl>{''.join(pairs)}</dl>"
 
 
@@ -6645,18 +6452,10 @@ def read_of(usage: Usage) -> str:
     return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
 
 
-def waits(exchange: Exchange) -> str:
-    """Time to the first byte, and in all."""
-    ends = {"first byte": exchange.begun, "all": exchange.ended}
-    times = [f"{name} {duration(at - exchange.started)}" for name, at in ends.items() if at]
-    return ", ".join(times) or "-"
-
-
 def diff_line(line: str) -> str:
     """A line of a unified diff as HTML; what stays is not shown at length."""
     kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
-    line = line if kind or len(line) <= STAYS_SHOWN else line[:STAYS_SHOWN] + " ..."
-    return f'<span class="{kind}">{html.escape(line)}</span>' if kind else html.escape(line)
+    return tag("span", line, kind) if kind else html.escape(line[:STAYS_SHOWN])
 
 
 STAYS_SHOWN = 160  # characters
@@ -6667,10 +6466,8 @@ DIFF_LINES = 5000  # longer segments are not compared
 
 def comparable(raw: bytes | bytearray) -> bool:
     """Whether a body is short, and would take only a few times its size when it is parsed."""
-    if len(raw) > DIFF_BYTES:
-        return False
     values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
-    return values < 10_000 or values <= 8 * len(raw)
+    return len(raw) <= DIFF_BYTES and (values < 10_000 or values <= 8 * len(raw))
 
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
@@ -6876,7 +6673,7 @@ def failed(why: str) -> int:
 def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
-    backend.key = os.environ.get("API_KEY", "")
+    backend.keys = bearer(os.environ.get("API_KEY", ""))
     found = backend.describe()
     if not found:
         print(f"No model server answers at {backend.name()}.")
@@ -7144,7 +6941,10 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
+    handler: logging.Handler = logging.StreamHandler()
+    if config.log_file:
+        tell = functools.partial(print, "kvproxy:", file=sys.stderr)
+        handler = PrivateFile("LOG_FILE", config.log_file, tell)
     form = "%(asctime)s %(levelname)s %(request)s%(message)s"
     handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     proxy.log.addHandler(handler)
@@ -7185,9 +6985,7 @@ def command_serve(args: Words, config: Config) -> int:
 
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
-    there = Backend(config)
+    url, there = url_of(config.listen_host, config.listen_port), Backend(config)
     there.url = urllib.parse.urlsplit(url)
     if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
