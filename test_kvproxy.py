@@ -3563,7 +3563,7 @@ def rp_block(sender: str) -> str:
 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
-    """It goes into the newest user turn; and the answer is known again when it is complete."""
+    """It goes into the newest user turn."""
     turns: list[Turn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
@@ -3571,8 +3571,6 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
     prompt = client.send(begun, " Monday.", system=rp_date("2026-12-02"))
     assert rp_told(prompt, "Current date") == ["2026-12-01", "2026-12-02"]
     assert prompt[-1] == "assistant\nIt is"
-    turns += [("assistant", "It is Monday."), ("user", "thanks")]
-    client.extends(prompt[:-1], turns, system=rp_date("2026-12-02"))
 
 
 def test_lift_block_that_is_withdrawn_does_not_stand_on(client: RpClient) -> None:
@@ -3620,10 +3618,16 @@ def test_lift_into_a_turn_without_text(client: RpClient) -> None:
 
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
-    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
-    for turns in ([], [("user", event)], [("user", reminder("hello"))], [("results", ["c1"])]):
+    for turns in ([], [("results", ["c1"])]):
         body = client.body(turns, rp_date("2026-12-01"))
         assert client.post(body) == body
+
+
+def test_lift_in_front_of_an_event(client: RpClient) -> None:
+    """A job that wakes the agent up says nothing else."""
+    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
+    prompt = client.send([("user", event)], system=rp_date("2026-12-01"))
+    assert prompt[1] == f"user\n{reminder('Current date: 2026-12-01')}\n\n{event}"
 
 
 def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient) -> None:
@@ -3633,7 +3637,7 @@ def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", f"{line}\nright?")]
     prompt = client.send(turns, system=rp_date("2026-12-01"))
     wanted = client.came(turns, RP_CALM)
-    wanted[-1] = f"user\n{reminder(line)}\n\n{line}\nright?"
+    wanted[1] = f"user\n{reminder(line)}\n\n{line}\nwhat a day"
     assert prompt == wanted
 
 
@@ -3720,7 +3724,7 @@ def test_lift_settles_what_has_to_be_said(
     known = len(made) if units[-1] == "assistant" else len(made) - 1
     if units == ["user"]:
         known = 0
-    assert kvproxy.settle_insertions(made, known, kept, lifted) == (depth, pending)
+    assert kvproxy.settle_insertions(kvproxy.History(made), known, kept, lifted) == (depth, pending)
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
@@ -3947,7 +3951,7 @@ def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
     before = client.extends(before, talk, "No.", system=first)
     talk += [("assistant", "No."), ("user", "three")]
     moved = client.send(talk, system=second)  # its own value changes: now it is read anew
-    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[1]
     assert before[0] == f"system\n{first}"
 
 
@@ -4285,22 +4289,18 @@ def test_replay_unknown_history_gets_nothing(client: RpClient) -> None:
     assert rp_restored(client)
 
 
-@pytest.mark.parametrize(("line", "words", "stays"), [
-    ("Current time is 07:05.", "hi", True),
-    (RP_GIT + "(clean)", "hi", False),
-    (RP_GIT + "(clean)", "hi " * 400, True),
-    (RP_META % '"sender_id": "ann",', "hi " * 400, False),
+@pytest.mark.parametrize(("line", "stays"), [
+    ("Current time is 07:05.", True), (RP_GIT + "(clean)", True), (RP_META % '"sender_id": "ann",', False),
 ])  # fmt: skip
-def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
-    chat: RpClient, line: str, words: str, stays: bool
+def test_replay_what_was_lifted_where_the_answer_is_another(
+    chat: RpClient, line: str, stays: bool
 ) -> None:
-    """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
-    what a project has to say in a text that nobody else would send; who speaks never does."""
-    first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
-    turns: list[Turn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    """It is set down where it stood; but who speaks is told of the newest message."""
+    first = chat.send([("user", "hi")], "A", system=f"{RP_SYSTEM}\n{line}\n")
+    turns: list[Turn] = [("user", "hi"), ("assistant", "B"), ("user", "so?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
     assert (prompt[:2] == first) == stays
-    assert stays or prompt[1] == f"user\n{words}"
+    assert stays or prompt[1] == "user\nhi"
 
 
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
@@ -4574,29 +4574,16 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     assert rp_told(client.send(turns, "C"), "Mode")[-1] == "write"
 
 
-@pytest.mark.parametrize(("kind", "before", "after", "later", "possible"), [
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),  # withdrawn
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nMode: c\n</r>"], False),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nTabs: c\n</r>"], True),
-    ("reminder", "<r>\n# Rules\nx\n</r>", "<r>\n# Rules\ny\n</r>", ["<r>\n# Rules\nz\n</r>"], False),
-    ("reminder", "<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),
-    ("environment", "<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", [], True),
-    ("environment", "<e>\nx1\n</e>", "<e>\nx2\n</e>", ["<e>\nTabs: c\n</e>"], False),
-    ("reminder", "<r>\nRules\nMode: a\n</r>", "<r>\nRules\nMode: b\n</r>", ["<r>\nRules\n</r>"], False),
+@pytest.mark.parametrize(("before", "after", "withdrawn"), [
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", False),
+    ("<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", False),
+    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", False),
+    ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
 ])  # fmt: skip
-def test_replay_rewritten_block_has_a_place(
-    kind: str, before: str, after: str, later: list[str], possible: bool
-) -> None:
-    unit = kvproxy.Unit("user", [], [kvproxy.Said(1, 1, tuple((kind, text) for text in later))])
-    assert kvproxy.replaces(kind, before, after, [unit]) == possible
-
-
-def test_replay_labels() -> None:
-    """What lines are about."""
-    texts = ["Mode: a: b\n\nUse tabs.", "  Mode:\n</r>"]
-    assert kvproxy.labels_of(texts) == {"Mode", "Use tabs.", "</r>"}
+def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
+    assert kvproxy.withdraws(before, after) == withdrawn
 
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
@@ -4969,7 +4956,7 @@ def test_replay_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
     assert json.dumps(rp_sent_tools(client, other, "another")) == json.dumps(tools)
     assert client.report().tools_restored == 1
     changed = [tool_of("responses", "read", turned=True, text="now"), tool_of("responses", "edit")]
-    wanted = json.dumps([changed[0], tools[1]])
+    wanted = json.dumps([tools[1], changed[0]])
     assert json.dumps(rp_sent_tools(client, changed)) == wanted, "another description, another tool"
     listed = [tool_of("responses", "list")]
     listed[0]["parameters"]["required"] = ["line", "path"]
@@ -4993,22 +4980,17 @@ def test_replay_tools_keep_the_order_seen_first(chat: RpClient) -> None:
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     for order in ([c, a, b], [a, b, c], [b, c, a]):
         assert rp_sent_tools(chat, order, f"question {order[0]['name']}") == [c, a, b]
-    assert rp_sent_tools(chat, [a, b]) == [a, b], "another set has its own order"
-    assert rp_sent_tools(chat, [b, a, d], "third") == [b, a, d]
+    assert rp_sent_tools(chat, [a, b]) == [a, b]
+    assert rp_sent_tools(chat, [d, b, a], "third") == [a, b, d], "in another set, too"
 
 
 def test_replay_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
-    """In a conversation that goes on; each has its own."""
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     told: list[Turn] = [("assistant", "ok"), ("user", "two")]
-    for first in ("one", "other"):
-        assert rp_sent_tools(chat, [a, c], first) == [a, c]
-    for first in ("other", "one"):
-        assert rp_sent_tools(chat, [a, b, c], first, *told) == [a, c, b]
-    more: list[Turn] = [("assistant", "ok"), ("user", "three")]
-    assert rp_sent_tools(chat, [a, b, d, c], "one", *told, *more) == [a, c, b, d]
-    assert rp_sent_tools(chat, [d, c], "one", *told, *more, *more) == [d, c], "gone is gone"
-    assert rp_sent_tools(chat, [b, d, a], "a new one") == [b, d, a]
+    assert rp_sent_tools(chat, [a, c]) == [a, c]
+    assert rp_sent_tools(chat, [a, b, c], "one", *told) == [a, c, b]
+    assert rp_sent_tools(chat, [d, a, b, c], "one", *told) == [a, c, b, d]
+    assert rp_sent_tools(chat, [d, c], "one", *told) == [c, d], "gone is gone"
 
 
 def test_replay_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
@@ -5068,7 +5050,7 @@ class RpDesk:
             body_of("chat", *turns, **{"system": RP_SYSTEM, **more}), separators=(",", ":")
         ).encode()
         view = self.reader.view(data, kvproxy.DIALECTS["chat/completions"])
-        trace = self.editor.apply(view, kvproxy.Report(), b"ann", len(data))
+        trace = self.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann", len(data)))
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
@@ -5087,7 +5069,7 @@ def test_replay_many_carriers_cost_little() -> None:
 
 def rp_held(lines: Any) -> int:
     """Bytes of the lines that are kept; their books must agree."""
-    kept = list(lines.used.values())
+    kept = list(lines.used)
     places = {place for line in kept for place in line.places}
     assert lines.by_place.keys() <= places
     assert all(line in kept for found in lines.by_place.values() for line in found)
@@ -5109,7 +5091,7 @@ def test_replay_memory_is_bounded() -> None:
             assert rp_held(lines) == lines.size <= lines.limit
     assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
-    assert tools.size == sum(size for _, size in tools.entries.values())
+    assert tools.size == sum(300 + len(form) for _, form in tools.known.values())
 
 
 def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
@@ -5211,12 +5193,12 @@ def test_replay_tools_in_use_outlive_what_is_not() -> None:
         )
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
-    assert store.size == sum(size for _, size in store.entries.values())
+    assert store.size == sum(300 + len(form) for _, form in store.known.values())
     turned = [tool_of("responses", name, turned=True) for name in ("run", "read", "write")]
     body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
-    desk.editor.apply(view, kvproxy.Report(), b"ann")
+    desk.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann"))
     assert json.dumps(view.body["tools"]) == json.dumps(tools)
 
 
@@ -5252,7 +5234,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
         for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
             desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
             turns += [("user", newest.rpartition("\n")[2]), ("assistant", "ok")]
-        desk.replay.lines.drop(next(iter(desk.replay.lines.used.values())))
+        desk.replay.lines.drop(next(iter(desk.replay.lines.used)))
         most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
 
@@ -6089,13 +6071,15 @@ class TrWorld:
         tr_hold(not back, "what was history and went stays away", back)
 
     def check_places(self, asked: TrAsked, own: list[TrEntry], entries: list[TrEntry]) -> None:
-        """Each mark stands where its client has it, or in the newest turn, or where it stood when
-        this client's same words were sent before."""
+        """Each mark stands where its client has it, or in the newest turn; a line of the system
+        prompt in the first one as well; or where it stood when this client's same words were sent
+        before."""
         places: dict[str, set[int]] = {}
         for one in own:
             for mark in tr_marks(one.text):
                 places.setdefault(mark, set()).add(one.zone)
         newest, answers = {own[-1].zone, max(one.zone for one in own if one.kind == "user")}, 0
+        opening = min(one.zone for one in own if one.kind == "user")
         asking: set[int] = set()  # zones since the last answer in words: tools were used in between
         for item in asked.items:
             answers += item.role in ("assistant", "calls")
@@ -6108,6 +6092,8 @@ class TrWorld:
             if mark in places and (
                 zone in places[mark] or zone in newest | asking or (mark in first and zone < 1)
             ):
+                continue
+            if mark in places and mark in self.lines and zone == opening:
                 continue
             if any(
                 0 <= zone < shared and mark in one.zones.get(zone, ()) for one, shared in before
