@@ -2720,14 +2720,15 @@ class Prompt:
         self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
         for turn in turns:
-            item = turn.item or {}
-            kinds = [members(part).get("type") for part in listed(item.get("content"))]
-            reasons = any(kind in REASONING_PARTS for kind in (item.get("type"), *kinds))
-            if reasons or item.get("reasoning_content"):
-                self.reasoning.add(number + 1)
             if turn.role == "reasoning":
+                self.reasoning.add(number + 1)
                 continue
             number += 1
+            if turn.role == "assistant" and turn.item:
+                kinds = [members(part).get("type") for part in listed(turn.item.get("content"))]
+                thought = any(kind in REASONING_PARTS for kind in kinds)
+                if thought or turn.item.get("reasoning_content"):
+                    self.reasoning.add(number)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
             self.turns.append(link := hash((link, self.segments[-1])))
@@ -2831,7 +2832,7 @@ def around(text: str, at: int) -> str:
 
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+LOOKED_THROUGH = 256  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
@@ -3100,8 +3101,9 @@ def tell_cure(case: Case, config: Config) -> None:
     elif system:
         pattern = lines_pattern(*case.texts)
     elif user:
-        name, pattern = block_cure(case)
-        if name == "STRIP_REGEX":
+        name, pattern = "REPLAY_REGEX", block_pattern(*case.texts)
+        if pattern and not replayable(case, pattern):
+            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
             price = "this cures it, but the model sees it no more:"
     if line := setting_line(config, name, pattern):
         verdict.advice, verdict.cure = price, line
@@ -3125,32 +3127,29 @@ def without_block(pattern: str, text: str) -> str:
     return text if many else re.sub(pattern, "", text)
 
 
-def block_cure(case: Case) -> tuple[str, str]:
-    """The setting, and its pattern, that would have kept a user text the same; '' without one.
+def replayable(case: Case, pattern: str) -> bool:
+    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
+    that another one was answered and spoken behind it."""
+    spoken = []
+    for prompt in (case.base, case.prompt):
+        behind = iter(prompt.segments[case.place :] if prompt is not None else ())
+        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+        said = [text for name, text in behind if "(user)" in name]
+        words = [text for text in said if without_block(pattern, text).strip()]
+        spoken.append(answered and words != [])
+    now = case.texts[1]
+    return spoken == [False, True] and now == without_block(pattern, now)
 
-    REPLAY_REGEX restores a block that stood in the newest message, and is gone now that another one
-    was answered and spoken behind it. STRIP_REGEX must not make a message empty."""
-    pattern, now = block_pattern(*case.texts), case.texts[1]
-    if not pattern:
-        return "REPLAY_REGEX", ""
-    prompts = [one for one in (case.prompt, case.base) if one is not None]
-    spoken = [spoken_behind(one, case.place, pattern) for one in prompts]
-    if now == without_block(pattern, now) and spoken in ([True], [True, False]):
-        return "REPLAY_REGEX", pattern
-    said = [text for one in prompts for name, text in one.segments if "(user)" in name]
+
+def strip_pattern(case: Case, pattern: str) -> str:
+    """A pattern without which the two texts are the same, and no message is empty, or ''."""
+    segments = case.prompt.segments + (case.base.segments if case.base is not None else [])
+    said = [text for name, text in segments if "(user)" in name]
     if all(without_block(pattern, text).strip() for text in said):
         for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
             if len({without_block(form, text) for text in case.texts}) == 1:
-                return "STRIP_REGEX", form
-    return "STRIP_REGEX", ""
-
-
-def spoken_behind(prompt: Prompt, place: int, pattern: str) -> bool:
-    """Whether something was answered behind a place, and then said beside a block."""
-    behind = iter(prompt.segments[place:])
-    answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-    said = [text for name, text in behind if "(user)" in name]
-    return answered and any(without_block(pattern, text).strip() for text in said)
+                return form
+    return ""
 
 
 def varying(text: str) -> str:
@@ -3221,8 +3220,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        if case.first_byte and case.prompt.size:
-            tell_pace(case, 1_000_000 * case.first_byte / case.prompt.size)
+        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
@@ -3237,7 +3235,7 @@ def tell_pace(case: Case, pace: float) -> None:
     """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
     first = case.base.first_pace if case.base is not None else 0
     case.prompt.first_pace = first or pace
-    if first:
+    if first and pace:
         told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
         case.verdict.advice = f"{told} in this conversation's first request"
 
@@ -3298,8 +3296,7 @@ ADVICE = {
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
     "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
-    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
-    " conversations start cold",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, but new chats start cold",
     "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
@@ -3314,7 +3311,7 @@ ADVICE = {
     "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
     "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
-    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    " each other: -sps above sim keeps those apart, but new chats start cold",
     # of `check`
     "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
     " `python kvproxy.py bench` shows it",
@@ -6274,8 +6271,7 @@ def play(
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
-        system["content"] = front
+        system["content"] = f"You are helpful ({mark}).\n{block}# Project Context\n{project}"
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
@@ -6570,9 +6566,8 @@ class LogReader:
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
-    # --- captures ---------------------------------------------------------------------------------
-
     def captured(self, row: Json) -> list[Json]:
+        """The row of a captured request."""
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
@@ -6612,8 +6607,6 @@ class LogReader:
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
             found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""

@@ -7833,7 +7833,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
         in advice
     )
     assert "with one slot, -np 2" in advice and "with several, -sps 0.51 keeps them apart" in advice
-    assert "at the price that new conversations start cold" in advice
+    assert "but new chats start cold" in advice
     assert "-sps" not in told(100, 8000, 4000, slots=1) and "-np 2" in told(
         100, 8000, 4000, slots=1
     )
