@@ -6310,7 +6310,20 @@ first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 """
 
 
-def compare(args: Words, config: Config, name: str) -> None:
+def compare(args: Words, config: Config, name: str, then: str) -> None:
+    """Play, tell what was measured and what to do next; with --json tables go to stderr. Raises
+    OSError."""
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        found = measure(args, config, name)
+        print(then)
+    if args.json:
+        print(json.dumps(found))
+
+
+RUNS = ("straight", "through")
+
+
+def measure(args: Words, config: Config, name: str) -> Json:
     """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
     total = args.tokens * (args.turns + 1)
     print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
@@ -6329,8 +6342,14 @@ def compare(args: Words, config: Config, name: str) -> None:
         straight = play("straight", config.backend_url, args, config.read_timeout)
         runs = straight, through_kvproxy("through kvproxy", "0")
     before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
-    if after:
-        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
+    ratio = before / after if after else None
+    if ratio is not None:
+        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+    return {
+        "simulated": args.command == "demo",
+        **dict(zip(RUNS, runs, strict=True)),
+        "ratio": ratio,
+    }
 
 
 def next_steps(config: Config, url: str) -> str:
@@ -6377,11 +6396,11 @@ def command_demo(args: Words, config: Config) -> int:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
+            then = next_steps(config, config.backend_url or CANDIDATES[0])
+            then += "\nTo measure your own server first, put `bench` behind that line."
+            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)", then)
         finally:
             server.shutdown()
-    print(next_steps(config, config.backend_url or CANDIDATES[0]))
-    print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6394,12 +6413,12 @@ def command_bench(args: Words, config: Config) -> int:
     except OSError as error:
         return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
     try:
-        compare(args, dataclasses.replace(config, backend_url=url), url)
+        config = dataclasses.replace(config, backend_url=url)
+        compare(args, config, url, next_steps(config, url))
     except OSError as error:
         hint = " Try a smaller --tokens, or raise -c of the server."
         more = hint if CONTEXT_FULL.search(str(error).encode()) else ""
         return failed(f"The run broke off: {error}{more}")
-    print(next_steps(config, url))
     return 0
 
 
@@ -6747,7 +6766,7 @@ COMMANDS = {
     "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 OPTIONS = {
-    "--json": "inspect prints JSON",
+    "--json": "demo, bench and inspect print JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",

@@ -15455,6 +15455,15 @@ def table_rows(text: str) -> list[list[str]]:
     ]
 
 
+def test_commands_demo_as_json(capsys: Capsys) -> None:
+    """The table goes to stderr."""
+    assert kvproxy.main(["demo", "--json", "--tokens", "500", "--turns", "2"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["simulated"] and found["ratio"] > 1 and len(found["through"]) == 2
+    assert found["through"][1]["read"] < found["straight"][1]["read"] and "through kvproxy" in err
+
+
 def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     """No installation, no server, no site packages, nothing left behind."""
     (tmp_path / "copy").mkdir()
