@@ -5937,9 +5937,10 @@ class Warmup:
                 lifter.learner.news.clear()  # they were told when they were new
             for key, head in list(heads.items())[-self.config.warmup_heads :]:
                 view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
+                del view.turns[view.leading() :]  # a placeholder, in older files
                 if self.config.scrub and self.config.replay:
                     replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
-                self.heads[key] = Prefill(head["path"], view)
+                self.heads[key] = Prefill(head["path"], view_of(parse(view.dump()), view.dialect))
         except FileNotFoundError:  # none yet
             pass
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
