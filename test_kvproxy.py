@@ -16418,7 +16418,7 @@ def test_real_ahead(slots: int, title: bool) -> None:
                         slowly(lambda: proxy.metrics.number >= count, "the end")  # noqa: B023
                         if ahead == "1" and proxy.warmup.talks:
                             proxy.warmup.rest()
-                    idle = proxy.metrics.idle_tokens
+                    idle = proxy.metrics.counts["idle_tokens_total", ""]
             rows.append(found)
     show(f"when a person speaks, -np {slots}, then read ahead ({idle} in idle time)", *rows)
     for (_, before), (_, after) in zip(*rows, strict=True):
