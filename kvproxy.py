@@ -5827,9 +5827,9 @@ class Warmup:
         self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
+        self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
-        self.next_try = 0.0  # at a server that is away
+        self.next_try = 0.0  # of a server that was away, or refused the keys
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -5946,13 +5946,15 @@ class Warmup:
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
-        self.write()
+        open_private(self.path + ".tmp", "w").close()
+        os.unlink(self.path + ".tmp")
 
     def remember(self, exchange: Exchange, view: View) -> None:
         """Keep the head of a request that was answered."""
         if not self.enabled or not view.dialect.edited or not view.system():
             return
-        self.keys, path = keys_of(exchange.request), exchange.request.path.partition("?")[0]
+        self.keys, self.next_try = keys_of(exchange.request), 0.0
+        path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
         body = front.dump()  # the turns of the view would keep all of the request in memory
         head = Prefill(path, view_of(parse(body), view.dialect), due=False)
@@ -6000,7 +6002,7 @@ class Warmup:
         due = [head for head in heads if head.due]
         if not due and keepalive and idle >= keepalive:
             due = heads[-1:]
-        if not due or self.keys is None:
+        if not due:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -6012,7 +6014,7 @@ class Warmup:
             status = self.send(head, f"warm-up | {self.state}")
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             if status in (401, 403):
-                self.keys = None  # until a client brings one that is taken
+                self.next_try = math.inf  # until a client brings keys
                 return
             if status in self.NOT_READY:
                 self.next_try = time.monotonic() + self.AWAY_WAIT

@@ -11700,7 +11700,7 @@ def test_files_leave_no_temporary_one(
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
     one.finished(1)
     monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["warm.json"]
+    assert os.listdir(tmp_path) == []
     assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
 
 
@@ -11711,7 +11711,7 @@ def test_files_temporary_ones_of_a_crash_go_at_the_start(
     for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
         (tmp_path / name).write_text("{")
     rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp", "warm[1].json"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
 
 
 def ex_rows(path: Path) -> list[Json]:
@@ -12749,7 +12749,7 @@ def test_warmup_file_that_cannot_be_written_is_told_once(
     folder = tmp_path / "folder"
     folder.mkdir()
     one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
-    shutil.rmtree(folder)
+    folder.rmdir()
     for name in ("Ann", "Bob", "Cid"):
         assert (
             one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
